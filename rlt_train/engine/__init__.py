@@ -1,0 +1,2 @@
+"""The rollout engine: request -> schedule -> plan -> forward -> sample. Knows nothing of threads, training or
+rewards."""

@@ -1,0 +1,220 @@
+"""The engine: ``step()`` is schedule -> forward -> sample -> finish. One owner calls it; it starts no
+thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from rlt_train.attention.backends.torch_paged import TorchBackend
+from rlt_train.attention.discovery import discover_layers
+from rlt_train.attention.dispatch import install
+from rlt_train.engine.request import PromptGroup, Request, Sequence
+from rlt_train.engine.runner import ModelRunner
+from rlt_train.engine.sampling import SamplingParams, sample, uniforms
+from rlt_train.engine.scheduler import ScheduledStep, Scheduler
+from rlt_train.errors import RequestError
+from rlt_train.kv import sizing
+from rlt_train.kv.blocks import BlockPool
+from rlt_train.kv.cache import PagedCache
+from rlt_train.weights.view import GenerationView
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How large the engine is.
+
+    Attributes:
+        rollouts_in_flight: sequences that decode at once (the slots).
+        max_length: prompt and generated tokens of one sequence at most.
+        kv_cache_gib: KV memory in GiB; ``None`` sizes it to ``rollouts_in_flight`` sequences of
+        ``max_length``.
+        block_size: tokens a KV block.
+        max_tokens_per_step: tokens a forward computes at most (chunked prefill beside decode); ``None`` picks
+        the larger
+            of 512 and ``rollouts_in_flight``.
+        seed: the run's part of every request's random stream.
+    """
+
+    rollouts_in_flight: int = 64
+    max_length: int = 1024
+    kv_cache_gib: float | None = None
+    block_size: int = 16
+    max_tokens_per_step: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rollouts_in_flight", "max_length", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_tokens_per_step is not None and self.max_tokens_per_step < self.rollouts_in_flight:
+            raise ValueError(
+                f"max_tokens_per_step={self.max_tokens_per_step} cannot decode rollouts_in_flight="
+                f"{self.rollouts_in_flight} sequences in one forward; raise the first or lower the second"
+            )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did: sequences that got a token, and those that are finished."""
+
+    sampled: list[Sequence] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+
+
+class Engine:
+    """Continuous batching over one generation view.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be paged.
+        ValueError: ``kv_cache_gib`` holds less than one sequence.
+    """
+
+    def __init__(self, view: GenerationView, config: EngineConfig) -> None:
+        self.view = view
+        self.config = config
+        install(view.config.get_text_config())
+        install(view.config)
+        layers = discover_layers(view)
+        self.layers = list(layers.values())
+        size = config.block_size
+        if config.kv_cache_gib is None:
+            blocks = sizing.blocks_for_workload(config.rollouts_in_flight, config.max_length, size)
+        else:
+            blocks = sizing.blocks_for_budget(config.kv_cache_gib, self.layers, size, config.max_length)
+        self.backend = TorchBackend(size, view.device)
+        self.cache = PagedCache(layers, blocks, size, view.device)
+        self.pool = BlockPool(blocks, size)
+        budget = config.max_tokens_per_step or max(512, config.rollouts_in_flight)
+        self.scheduler = Scheduler(self.pool, config.rollouts_in_flight, budget)
+        self.vocab_size: int = view.config.get_text_config().vocab_size
+        self._runner = ModelRunner(view, self.cache, self.backend)
+        self.forward_tokens = 0
+        self.tokens_generated = 0
+        self._sequences: dict[str, Sequence] = {}
+
+    @property
+    def policy_version(self) -> int:
+        """Updates that the weights have seen since the engine was made."""
+        return self.scheduler.policy_version
+
+    @property
+    def unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._sequences)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have begun: running, or preempted after their first token."""
+        return len(self.scheduler.running) + sum(s.generated > 0 for s in self.scheduler.waiting)
+
+    def validate(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Check a request before it is queued.
+
+        Raises:
+            RequestError: empty or too long prompt, a token outside the vocabulary, or bad sampling
+            parameters.
+        """
+        if not prompt_ids:
+            raise RequestError("the prompt is empty; give at least one token (a BOS token, say)")
+        for token in prompt_ids:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocab_size}")
+        params.validate(self.vocab_size)
+        total = len(prompt_ids) + params.max_new_tokens
+        if total > self.config.max_length:
+            raise RequestError(
+                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={params.max_new_tokens} needs "
+                f"{total} tokens, but max_length is {self.config.max_length}: shorten the prompt, lower "
+                f"max_new_tokens or raise max_length"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a validated request.
+
+        Raises:
+            RequestError: its id is already queued or running.
+        """
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is already in flight; ids must be unique")
+        sequence = Sequence(request, list(request.prompt_ids))
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> Sequence | None:
+        """Finish a request as cancelled; ``None`` if it is not in flight."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._end(sequence, "cancelled")
+
+    def step(self, admit: bool = True) -> StepResult:
+        """Run one forward and sample; without ``admit`` no new request begins. A no-op when nothing is
+        scheduled."""
+        step = self.scheduler.schedule(admit)
+        result = StepResult()
+        if step.spans or step.forked:
+            logits = self._runner.run(step)
+            self.scheduler.advance(step)
+            self._sample(step, logits, result)
+        self.forward_tokens += step.tokens
+        self.tokens_generated += len(result.sampled)
+        return result
+
+    def weights_changed(self, policy_version: int, in_flight: str) -> list[Sequence]:
+        """Enter a policy version; returns the sequences that ``in_flight="abort"`` ended."""
+        aborted = (
+            [self._end(s, "aborted") for s in list(self._sequences.values())] if in_flight == "abort" else []
+        )
+        self.scheduler.weights_changed(policy_version, recompute=in_flight == "recompute")
+        return aborted
+
+    def _sample(self, step: ScheduledStep, logits: torch.Tensor, result: StepResult) -> None:
+        forwarded = [span.sequence for span in step.spans if span.samples]
+        for row, sequence in enumerate(forwarded):
+            self.scheduler.publish_prompt(sequence, logits[row])
+        sequences = forwarded + [sequence for sequence, _ in step.forked]
+        if not sequences:
+            return
+        if step.forked:
+            logits = torch.cat([logits, torch.stack([row for _, row in step.forked])])
+        uniform = uniforms(
+            self.config.seed, [s.request.seed for s in sequences], [s.generated for s in sequences]
+        )
+        drawn = sample(logits, [s.request.params for s in sequences], uniform)
+        columns = (drawn.tokens, drawn.logprobs, drawn.processed_logprobs, drawn.finite)
+        for sequence, *row in zip(sequences, *(column.tolist() for column in columns), strict=True):
+            self._take(sequence, *row, result=result)
+
+    def _take(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: float,
+        processed: float,
+        finite: bool,
+        *,
+        result: StepResult,
+    ) -> None:
+        if not finite:
+            sequence.error = RequestError(
+                f"request {sequence.request.request_id!r} got NaN or infinite logits at token "
+                f"{sequence.generated} (policy version {self.policy_version}); other requests are unharmed. "
+                f"Check the weights for NaN."
+            )
+            result.finished.append(self._end(sequence, "error"))
+            return
+        sequence.append(token, logprob, processed, self.policy_version)
+        result.sampled.append(sequence)
+        if sequence.finish_reason is not None:
+            result.finished.append(self._end(sequence, sequence.finish_reason))
+
+    def _end(self, sequence: Sequence, reason: str) -> Sequence:
+        sequence.finish_reason = reason  # type: ignore[assignment]
+        del self._sequences[sequence.request.request_id]
+        self.scheduler.finish(sequence)
+        return sequence
+
+
+def new_group(members: int) -> PromptGroup | None:
+    """The group of ``members`` samples of one prompt; a single sample needs none."""
+    return PromptGroup(waiting=members) if members > 1 else None

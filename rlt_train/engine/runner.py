@@ -1,0 +1,54 @@
+"""One forward of the generation view over a scheduled step."""
+
+from __future__ import annotations
+
+import torch
+
+from rlt_train.attention.contract import AttentionBackend, SequenceSpan
+from rlt_train.attention.dispatch import placeholder_mask
+from rlt_train.attention.planner import PagedCall
+from rlt_train.engine.scheduler import ScheduledStep
+from rlt_train.kv.cache import PagedCache
+from rlt_train.weights.view import GenerationView
+
+
+class ModelRunner:
+    """Runs scheduled steps. Writes nothing but the KV cache."""
+
+    def __init__(self, view: GenerationView, cache: PagedCache, backend: AttentionBackend) -> None:
+        self._view = view
+        self._cache = cache
+        self._backend = backend
+        self._mask = placeholder_mask(view.device)
+
+    @torch.inference_mode()
+    def run(self, step: ScheduledStep) -> torch.Tensor:
+        """Copy blocks, run the packed forward, and return logits ``[sampling spans, vocab]`` in span
+        order."""
+        self._cache.copy_blocks(step.copies)
+        if not step.spans:
+            return torch.empty((0, self._view.config.get_text_config().vocab_size), device=self._view.device)
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for span in step.spans:
+            end = span.start + span.length
+            tokens += span.sequence.tokens[span.start : end]
+            positions += range(span.start, end)
+            if span.samples:
+                rows.append(len(tokens) - 1)
+        device = self._view.device
+        spans = [SequenceSpan(span.sequence.blocks, span.start, span.length) for span in step.spans]
+        with self._view.autocast():
+            output = self._view.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                attention_mask=self._mask,
+                use_cache=False,
+                # 0 keeps every row: a pure decode step needs no selection.
+                logits_to_keep=0
+                if len(rows) == len(tokens)
+                else torch.tensor(rows, dtype=torch.long, device=device),
+                paged_call=PagedCall(self._cache, self._backend, spans),
+            )
+        return output.logits[0]

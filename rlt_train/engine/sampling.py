@@ -1,0 +1,171 @@
+"""Sampling as pure functions: what a request asks for, one uniform a token, and inverse-CDF draws.
+
+A draw depends on (run seed, request seed, position) and the logits alone: never on the global random stream,
+on batch-mates or on the schedule. The counter-based generator follows the idea of Salmon et al. 2011
+("Parallel random
+numbers: as easy as 1, 2, 3"); the mixer is the SplitMix64 finaliser (Steele et al. 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from rlt_train.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most, >= 1.
+        temperature: divides the logits; 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 is off.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 is off.
+        min_p: keep tokens at least this share as likely as the likeliest; 0 is off.
+        seed: the request's own random stream; ``None`` lets the manager number it.
+        eos_token_ids: end a sequence; ``None`` takes the model's.
+        stop_token_ids: further tokens that end a sequence.
+        ignore_eos: generate on past EOS tokens.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ``RequestError`` naming the field, the value and what is allowed."""
+        checks = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "an integer >= 1"),
+            "temperature": (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "finite and >= 0 (0 is greedy)",
+            ),
+            "top_k": (0 <= self.top_k <= vocab_size, f"0 (off) to the vocabulary size {vocab_size}"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+        }
+        for field in fields(self):
+            valid, allowed = checks.get(field.name, (True, ""))
+            if not valid:
+                raise RequestError(
+                    f"{field.name}={getattr(self, field.name)!r} is not valid; it must be {allowed}"
+                )
+        for name in ("eos_token_ids", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                if not 0 <= token < vocab_size:
+                    raise RequestError(f"{name} holds {token}, outside the vocabulary of {vocab_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One draw a row: ``tokens`` int64 ``[rows]``; log-probabilities float32 ``[rows]``.
+
+    ``logprobs`` is log-softmax(logits / temperature) over the full vocabulary (the behaviour log-probs of
+    training); ``processed_logprobs`` is the same after top-k, top-p and min-p, that is, of the distribution
+    really drawn from. Greedy rows use temperature 1 for the first and are certain (0.0) under the second.
+    ``finite`` is False where a row had no usable logits; its token is meaningless.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    processed_logprobs: torch.Tensor
+    finite: torch.Tensor
+
+
+def uniforms(run_seed: int, request_seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """Float64 ``[rows]`` in [0, 1): a pure function of (run seed, request seed, position)."""
+    mask = 2**64 - 1
+    with np.errstate(over="ignore"):
+        state = _mix(np.full(len(request_seeds), run_seed & mask, dtype=np.uint64))
+        state = _mix(state ^ np.array([seed & mask for seed in request_seeds], dtype=np.uint64))
+        state = _mix(state ^ np.array(positions, dtype=np.uint64))
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.Tensor) -> SampledTokens:
+    """Draw one token a row.
+
+    Args:
+        logits: ``[rows, vocab]``; computed with in float32.
+        params: one a row.
+        uniform: float64 ``[rows]`` in [0, 1).
+    """
+    logits = logits.float()
+    finite = torch.isfinite(
+        logits.max(dim=-1).values
+    )  # NaN and +inf reach the maximum; all -inf is its own maximum
+    device = logits.device
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device).unsqueeze(1)
+    raw = torch.log_softmax(logits / temperature, dim=-1)
+    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+    processed = truncate(raw, params)
+    drawn = inverse_cdf(processed, uniform.to(device))
+    tokens = torch.where(greedy, raw.argmax(dim=-1), drawn)
+    chosen = processed.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    if processed is not raw:
+        chosen = chosen - torch.logsumexp(processed, dim=-1)
+    return SampledTokens(
+        tokens=tokens,
+        logprobs=raw.gather(1, tokens.unsqueeze(1)).squeeze(1),
+        processed_logprobs=torch.where(greedy, torch.zeros_like(chosen), chosen),
+        finite=finite,
+    )
+
+
+def truncate(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Set what top-k, top-p and min-p drop to -inf; returns ``logprobs`` itself when no row truncates.
+
+    ``logprobs [rows, vocab]`` is normalised. The filters apply in the order top-k, top-p, min-p, as in
+    transformers; the likeliest token always stays.
+    """
+    if not any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params):
+        return logprobs
+    device = logprobs.device
+    vocab = logprobs.shape[1]
+    top_k = torch.tensor([p.top_k or vocab for p in params], device=device).unsqueeze(1)
+    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64).unsqueeze(1)
+    min_p = torch.tensor([p.min_p for p in params], device=device, dtype=torch.float64).unsqueeze(1)
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=device)
+    keep = rank < top_k
+    probabilities = ordered.double().exp() * keep
+    probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    keep &= (before < top_p) | (top_p >= 1)  # a token stays while those before it fall short of top_p
+    keep &= probabilities >= min_p * probabilities[:, :1]
+    keep[:, 0] = True
+    dropped = torch.ones_like(keep).scatter_(1, order, ~keep)
+    return logprobs.masked_fill(dropped, float("-inf"))
+
+
+def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token whose cumulative probability first exceeds ``uniform * total``: int64 ``[rows]``.
+
+    ``logprobs [rows, vocab]`` need not be normalised; the running sum is float64 so that no token is lost to
+    rounding.
+    """
+    cumulative = logprobs.double().exp_().cumsum(dim=-1)
+    target = (uniform * cumulative[:, -1]).unsqueeze(1)
+    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # uniform * total may round up to total itself; the last token with any probability is then meant.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(1)
+    return torch.minimum(drawn, last)

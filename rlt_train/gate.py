@@ -77,10 +77,13 @@ class ForwardGate:
     def release(self, hold: Hold) -> None:
         """Give ``hold`` back; a hold that is not held any more is ignored."""
         with self.lock:
-            last = self._holds == [hold]
+            if hold not in self._holds:
+                return
+            if self._holds != [hold]:  # decided and done under one lock: of two releasers one must be the last
+                self._holds.remove(hold)
+                return
         try:
-            if last:
-                self._on_release()
+            self._on_release()
         finally:
             with self.lock:
                 if hold in self._holds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,6 +82,7 @@ class RolloutManager:
         self._engine: Engine | None = None
         self._worker: EngineWorker | None = None
         self._weight_versions: list[int] = []
+        self._updates: list[Hold] = []  # updates being written now; another one inside them is no surprise
         self._submitted = 0
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -97,8 +99,8 @@ class RolloutManager:
             UnsupportedModelError, ValueError: before anything is started.
             EngineDeadError: the engine died before.
         """
+        self.check_alive()
         if self._worker is not None and self._worker.state != "stopped":
-            self._worker.check_alive()
             return self
         if self._engine is None:
             probe_architecture(self.view)
@@ -108,6 +110,9 @@ class RolloutManager:
                 "reason": "the only backend of this version, on every device",
                 "skipped": {},
             }
+        else:
+            # Nobody watched the weights while stopped: what is cached may belong to others.
+            self._engine.weights_changed(self.policy_version + 1, "keep")
         self.view.verify_shared()
         self._weight_versions = self.view.weight_versions()
         self._worker = EngineWorker(
@@ -169,7 +174,7 @@ class RolloutManager:
             RequestError: bad prompt or parameters, or an id in use; nothing is queued then.
             EngineDeadError, EngineStoppedError: nothing can be queued.
         """
-        return self._submit(list(prompt_ids), params or self._defaults, None, request_id, metadata)[0]
+        return self._submit(_token_ids(prompt_ids), params or self._defaults, None, request_id, metadata)[0]
 
     def submit_group(
         self,
@@ -188,7 +193,7 @@ class RolloutManager:
         """
         if n < 1:
             raise RequestError(f"n={n} samples of a prompt; give at least 1")
-        return self._submit(list(prompt_ids), params or self._defaults, n, request_id, metadata)
+        return self._submit(_token_ids(prompt_ids), params or self._defaults, n, request_id, metadata)
 
     def _submit(
         self,
@@ -308,7 +313,10 @@ class RolloutManager:
                 stack.enter_context(self._worker.drained(timeout))
             hold = self.pause(timeout)
         try:
-            self._guard()
+            with self._gate.lock:
+                if not self._updates:
+                    self._guard()
+                self._updates.append(hold)
         except BaseException as error:
             self._kill(error)
             hold.release()
@@ -320,6 +328,7 @@ class RolloutManager:
     ) -> None:
         """Second half of ``weight_update``; with ``only_if_written`` the version moves only if a weight
         did."""
+        self._updates.remove(hold)
         versions = self.view.weight_versions()
         moved = versions != self._weight_versions
         self._weight_versions = versions
@@ -391,7 +400,7 @@ class RolloutManager:
         self._worker.wait(*arguments)
 
     def _guard(self) -> None:
-        if self._weight_versions:
+        if self._worker is not None and self._worker.state != "stopped":
             self.view.refuse_unfenced_write(self._weight_versions)
 
     def _before_resume(self) -> None:
@@ -432,6 +441,18 @@ def eos_token_ids_of(view: GenerationView) -> tuple[int, ...]:
         if eos is not None:
             return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     return ()
+
+
+def _token_ids(prompt_ids: Sequence[int]) -> list[int]:
+    """Plain ints of whatever holds integers (a list, a NumPy array, a tensor ``[tokens]``).
+
+    Raises:
+        RequestError: something else is among them.
+    """
+    try:
+        return [operator.index(token) for token in prompt_ids]
+    except TypeError as error:
+        raise RequestError(f"a prompt is a sequence of integer token ids: {error}") from error
 
 
 def _granted_at_once(*_: Any) -> None:

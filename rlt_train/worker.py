@@ -107,6 +107,8 @@ class EngineWorker:
         Raises:
             TimeoutError, EngineDeadError, EngineStoppedError
         """
+        if self.is_current_thread and not predicate():
+            raise RuntimeError(f"waiting for {what} on the engine thread (in a hook) would wait for itself")
         met = condition.wait_for(
             lambda: predicate() or self.dead is not None or self.state == "stopped", timeout=timeout
         )
@@ -139,6 +141,11 @@ class EngineWorker:
     def drained(self, timeout: float | None) -> Iterator[None]:
         """Admit nothing new, wait for what runs to finish, and keep it so while the body runs."""
         with self.outputs:
+            if self._gate.held_by_me() and self._engine.in_flight:
+                raise RuntimeError(
+                    "in_flight='finish' inside pause() would wait for ever: release the pause first, or "
+                    "choose another policy for this update"
+                )
             self._admission_holds += 1
         try:
             self.wait_for(lambda: not self._engine.in_flight, timeout, "requests in flight")

@@ -50,7 +50,9 @@ class PretrainArguments:
     batch_size: int = field(default=256, metadata={"help": "problems in a step"})
     learning_rate: float = field(default=2e-3, metadata={"help": "AdamW learning rate after the warm-up"})
     warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
-    window_low: float = field(default=0.40, metadata={"help": "stop at this held-out sampled accuracy or above"})
+    window_low: float = field(
+        default=0.40, metadata={"help": "stop at this held-out sampled accuracy or above"}
+    )
     window_high: float = field(default=0.50, metadata={"help": "fail above this held-out sampled accuracy"})
     hidden_size: int = field(default=128, metadata={"help": "width of the model"})
     layers: int = field(default=4, metadata={"help": "number of layers"})
@@ -130,7 +132,10 @@ def train(
             continue
         accuracy = measure_accuracy(model, tokenizer, held_out)
         seconds = time.perf_counter() - start
-        print(f"{step:6d} {loss.item():8.4f} {accuracy.sampled:8.4f} {accuracy.greedy:8.4f} {seconds:8.1f}", flush=True)
+        print(
+            f"{step:6d} {loss.item():8.4f} {accuracy.sampled:8.4f} {accuracy.greedy:8.4f} {seconds:8.1f}",
+            flush=True,
+        )
         if accuracy.sampled > arguments.window_high:
             raise RuntimeError(
                 f"held-out sampled accuracy jumped to {accuracy.sampled:.3f} at step {step}, over the window of "
@@ -191,7 +196,9 @@ def main() -> None:
     steps, accuracy = train(model, tokenizer, arguments)
     record = save(model, tokenizer, arguments, steps, accuracy)
     keys = ("held_out_sampled", "held_out_greedy", "steps", "parameters", "sha256")
-    print(json.dumps({**{key: record[key] for key in keys}, "seconds": round(time.perf_counter() - start, 1)}))
+    print(
+        json.dumps({**{key: record[key] for key in keys}, "seconds": round(time.perf_counter() - start, 1)})
+    )
 
 
 if __name__ == "__main__":

@@ -279,6 +279,13 @@ def test_masked_tokens_touch_neither_loss_nor_metrics_nor_gradient_even_when_inf
     assert output.metrics["kl"].item() == pytest.approx(0.0)
 
 
+def test_the_extremes_of_the_ratio_are_those_of_active_tokens() -> None:
+    for ratios in ([0.5, 1.0, 0.7], [1.5, 1.0, 1.3]):
+        metrics = loss_of(ratios, [1.0, 1.0, 1.0], mask=torch.tensor([True, False, True])).metrics
+        extremes = (metrics["ratio/min"].item(), metrics["ratio/max"].item())
+        assert extremes == pytest.approx((min(ratios[0], ratios[2]), max(ratios[0], ratios[2])))
+
+
 def test_exactly_on_policy_means_ratio_one_and_kl_zero_to_the_last_bit() -> None:
     logps = torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_()
     output = policy_loss(

@@ -103,6 +103,8 @@ def _paged_or(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Te
 
 def _ordinary_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
     # Eager attention is not in transformers' registry: each modelling file has its own.
+    # A subclass of an attention module, in a file of its own, uses its parent's.
     if implementation == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
+        files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+        return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
     return ALL_ATTENTION_FUNCTIONS[implementation]

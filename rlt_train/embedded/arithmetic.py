@@ -23,12 +23,12 @@ HELD_OUT_ONE_IN = 5
 # (digits of the left operand, digits of the right operand) -> share of the problems. Mostly one digit against two, so
 # that a small policy can master it; the three-digit shapes are there for answers of four characters ("7-312=-305").
 DIGIT_MIX: dict[tuple[int, int], float] = {
-    (1, 1): 0.10,
-    (1, 2): 0.32,
+    (1, 1): 0.12,
+    (1, 2): 0.36,
     (2, 1): 0.38,
-    (2, 2): 0.14,
-    (1, 3): 0.03,
-    (3, 1): 0.03,
+    (2, 2): 0.10,
+    (1, 3): 0.02,
+    (3, 1): 0.02,
 }
 
 # The longest answer has four characters; the fifth token is the end of the sequence.
@@ -72,7 +72,9 @@ def make_problems(n: int, seed: int, split: Split) -> list[dict[str, str]]:
         operator = draw.choice("+-")
         prompt = f"{left}{operator}{right}="
         if split_of(prompt) == split:
-            problems.append({"prompt": prompt, "answer": str(left + right if operator == "+" else left - right)})
+            problems.append(
+                {"prompt": prompt, "answer": str(left + right if operator == "+" else left - right)}
+            )
     return problems
 
 

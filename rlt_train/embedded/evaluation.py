@@ -36,11 +36,9 @@ def encode_solutions(
         input_ids: (problems, length) int64, attention_mask: (problems, length) int64, 1 on real tokens, and
         answer_mask: (problems, length) bool, true on the answer's characters and on the end token.
     """
-    prompts = [tokenizer(problem["prompt"])["input_ids"] for problem in problems]
-    answers = [
-        tokenizer(problem["answer"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        for problem in problems
-    ]
+    prompts = tokenizer([problem["prompt"] for problem in problems])["input_ids"]
+    answers = tokenizer([problem["answer"] for problem in problems], add_special_tokens=False)["input_ids"]
+    answers = [answer + [tokenizer.eos_token_id] for answer in answers]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     input_ids = torch.full((len(problems), length), tokenizer.pad_token_id)
     attention_mask = torch.zeros(len(problems), length, dtype=torch.int64)
@@ -68,12 +66,16 @@ def measure_accuracy(
         ValueError: `problems` is empty.
     """
     if not problems:
-        raise ValueError("problems is empty, at least one is needed: pass held_out_problems() or a part of it")
+        raise ValueError(
+            "problems is empty, at least one is needed: pass held_out_problems() or a part of it"
+        )
     sampled, greedy = 0.0, 0
     for start in range(0, len(problems), batch_size):
         encoded = encode_solutions(tokenizer, problems[start : start + batch_size])
         input_ids, attention_mask, answer_mask = (tensor.to(model.device) for tensor in encoded)
-        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+        logits = (
+            model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+        )
         targets, scored = input_ids[:, 1:], answer_mask[:, 1:]
         log_probs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         sampled += log_probs.masked_fill(~scored, 0.0).sum(1).exp().sum().item()

@@ -110,12 +110,11 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torc
         uniform: float64 ``[rows]`` in [0, 1).
     """
     logits = logits.float()
-    finite = torch.isfinite(
-        logits.max(dim=-1).values
-    )  # NaN and +inf reach the maximum; all -inf is its own maximum
     device = logits.device
     temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device).unsqueeze(1)
     raw = torch.log_softmax(logits / temperature, dim=-1)
+    # NaN, +inf, a row of -inf only and a temperature that overflows float32 all make NaN of the whole row.
+    finite = torch.isfinite(raw.max(dim=-1).values)
     greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
     processed = truncate(raw, params)
     drawn = inverse_cdf(processed, uniform.to(device))
@@ -168,4 +167,5 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     # uniform * total may round up to total itself; the last token with any probability is then meant.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(1)
-    return torch.minimum(drawn, last)
+    # A row of NaN has no such token: any index within the vocabulary does, the caller drops it.
+    return torch.minimum(drawn, last).clamp_max_(logprobs.shape[-1] - 1)

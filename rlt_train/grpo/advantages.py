@@ -122,13 +122,9 @@ def _as_groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def _nan_std(values: Tensor) -> Tensor:
-    """Unbiased std over the last dimension, ignoring NaN; 0 for one column, NaN where fewer than two are
-    known.
-    """
+    """Unbiased std over the last dimension, ignoring NaN; 0 for one column, NaN if fewer than two are known."""
     if values.shape[-1] == 1:
         return torch.zeros_like(values[..., 0])
     known = (~values.isnan()).sum(dim=-1)
-    variance = (values - values.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1) / (known - 1).clamp(
-        min=0
-    )
-    return torch.where(known > 1, variance.sqrt(), torch.nan)
+    squares = (values - values.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
+    return torch.where(known > 1, (squares / (known - 1)).sqrt(), torch.nan)

@@ -86,8 +86,8 @@ def chunked_logprobs(
         hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
     ):
         if torch.is_grad_enabled():
-            # Without dropout in the head there is no random state worth saving, and reading the global one is
-            # slow.
+            # There is no dropout in the head, and saving and restoring the global random state would race
+            # with another thread that draws from it.
             part = checkpoint(
                 one_chunk, chunk_hidden, chunk_targets, use_reentrant=False, preserve_rng_state=False
             )

@@ -178,12 +178,11 @@ def token_weights(
             f"lengths and active have shapes {list(lengths.shape)} and {list(active.shape)}: want [rows]"
         )
     active = active.bool()
-    active_lengths = lengths * active
     ones = torch.ones_like(lengths, dtype=torch.float64)
     if loss_type == "grpo":
-        denominator = active_lengths.clamp(min=1) * _needed("rows_in_step", rows_in_step, loss_type)
+        denominator = lengths.clamp(min=1) * _needed("rows_in_step", rows_in_step, loss_type)
     elif loss_type == "bnpo":
-        tokens = active_lengths.sum().clamp(min=1)
+        tokens = (lengths * active).sum().clamp(min=1)
         denominator = ones * tokens * _needed("micro_batches", micro_batches, loss_type)
     elif loss_type == "dr_grpo":
         limit = _needed("max_completion_length", max_completion_length, loss_type)

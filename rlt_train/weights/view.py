@@ -46,6 +46,7 @@ class GenerationView:
         self.autocast_dtype = autocast_dtype
         self._pairs = list(zip(self.training_model.modules(), self.module.modules(), strict=True))
         self._named = list(self.training_model.named_parameters())
+        self._names = {module: name for name, module in self.training_model.named_modules()}
 
     @property
     def config(self) -> Any:
@@ -76,16 +77,20 @@ class GenerationView:
                 tree.
         """
         names = {module: name for name, module in self.training_model.named_modules()}
-        known = {theirs for theirs, _ in self._pairs}
-        if added := [name for module, name in names.items() if module not in known]:
+        if added := [name for module, name in names.items() if module not in self._names]:
             raise SharedWeightsError(
                 f"module {added[0]!r} was added to the training model after the manager was created, so the "
                 f"engine would generate without it. Add adapters first, then create the manager."
             )
+        if removed := [name for module, name in self._names.items() if module not in names]:
+            raise SharedWeightsError(
+                f"module {removed[0]!r} was removed from the training model after the manager was created, but "
+                f"the engine still generates with it. Merge or unload adapters first, then create the manager."
+            )
         for theirs, ours in self._pairs:
             for kind in ("_parameters", "_buffers"):
                 for key, tensor, other in _differences(theirs, ours, kind):
-                    path = ".".join(part for part in (names.get(theirs, "<removed module>"), key) if part)
+                    path = ".".join(part for part in (names[theirs], key) if part)
                     raise SharedWeightsError(
                         f"{path} of the training model is no longer the tensor the engine generates from "
                         f"(training holds {_describe(tensor)}, the view holds {_describe(other)}). Something "
@@ -130,7 +135,7 @@ def clone_structure(model: nn.Module) -> nn.Module:
         memo[id(module)] = module.__class__.__new__(module.__class__)
         for parameter in module._parameters.values():
             memo[id(parameter)] = parameter
-        for _, buffer in _persistent_buffers(module):
+        for _, buffer in persistent_buffers(module):
             memo[id(buffer)] = buffer
     for module in modules:
         memo[id(module)].__dict__.update(_cloned_state(module, memo))
@@ -161,7 +166,8 @@ def _is_hook_dictionary(key: str, value: Any) -> bool:
     return isinstance(value, dict) and (key.endswith("_hooks") or "_hooks_" in key)
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of this one module that its state dict holds, by name."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -171,7 +177,7 @@ def _differences(theirs: nn.Module, ours: nn.Module, kind: str) -> Iterator[tupl
     own: Callable[[nn.Module], dict[str, Any]] = (
         (lambda module: module._parameters)
         if kind == "_parameters"
-        else (lambda module: dict(_persistent_buffers(module)))
+        else (lambda module: dict(persistent_buffers(module)))
     )
     left, right = own(theirs), own(ours)
     for key in left.keys() | right.keys():

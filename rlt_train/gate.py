@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class ForwardGate:
         wake: what the engine thread waits on: work, the last release, or the end.
         boundary: what a pauser waits on: the running forward to end.
         busy: a forward is running (set and read under ``lock``).
+        paused_seconds: time from the first grant to the last release, summed over pauses.
         on_release: called, without the lock, before the last hold goes; its error reaches the releaser.
     """
 
@@ -43,6 +45,8 @@ class ForwardGate:
         self.wake = threading.Condition(self.lock)
         self.boundary = threading.Condition(self.lock)
         self.busy = False
+        self.paused_seconds = 0.0
+        self._paused_since: float | None = None
         self._on_release = on_release
         self._holds: list[Hold] = []
 
@@ -72,6 +76,8 @@ class ForwardGate:
                 if type(error) is TimeoutError:
                     raise PauseTimeoutError(f"{error}: the engine is still in its forward") from None
                 raise
+            if self._paused_since is None:
+                self._paused_since = time.perf_counter()
         return hold
 
     def release(self, hold: Hold) -> None:
@@ -79,7 +85,7 @@ class ForwardGate:
         with self.lock:
             if hold not in self._holds:
                 return
-            if self._holds != [hold]:  # decided and done under one lock: of two releasers one must be the last
+            if self._holds != [hold]:  # decided and done under one lock: one must be the last
                 self._holds.remove(hold)
                 return
         try:
@@ -88,6 +94,9 @@ class ForwardGate:
             with self.lock:
                 if hold in self._holds:
                     self._holds.remove(hold)
+                if not self._holds and self._paused_since is not None:
+                    self.paused_seconds += time.perf_counter() - self._paused_since
+                    self._paused_since = None
                 self.wake.notify_all()
 
     def latest_of_this_thread(self) -> Hold:

@@ -212,14 +212,14 @@ class RolloutManager:
             number = self._submitted
             self._submitted += n or 1
         name = request_id or f"request-{number}"
+        # A given seed names 2**64 streams of its own, one a member; numbered requests share those of seed -1.
+        stream = number - (1 << 64) if params.seed is None else params.seed << 64
         requests = [
             Request(
                 request_id=name if n is None else f"{name}-{member}",
                 prompt_ids=prompt_ids,
                 params=params,
-                # Streams of one explicit seed must differ between members and never meet a neighbouring
-                # seed's.
-                seed=number + member if params.seed is None else (params.seed << 32) + member,
+                seed=stream + member,
                 eos_token_ids=frozenset() if params.ignore_eos else frozenset(eos),
                 group=group,
                 metadata=metadata,
@@ -367,6 +367,8 @@ class RolloutManager:
             "forwards": self.overlap.forwards,
             "overlapping_forwards": self.overlap.overlapping_forwards,
             "forward_seconds": self.overlap.forward_seconds,
+            "training_seconds": self.overlap.training_seconds,
+            "pause_seconds": self._gate.paused_seconds,
             "forward_tokens": engine.forward_tokens if engine is not None else 0,
             "tokens_generated": engine.tokens_generated if engine is not None else 0,
             "unfinished": len(worker.handles) if worker is not None else 0,
@@ -398,6 +400,7 @@ class RolloutManager:
         assert self._worker is not None
         self._worker.check_alive()
         self._worker.wait(*arguments)
+        self._worker.check_alive()  # a dead engine stands at a boundary, too
 
     def _guard(self) -> None:
         if self._worker is not None and self._worker.state != "stopped":

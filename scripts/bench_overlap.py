@@ -1,15 +1,17 @@
-"""How much of two cores do training and generation get at once: seconds alone, seconds together, and the wait for a pause.
+"""Time training and generation alone and both together on two cores, and the wait for a pause.
 
     python scripts/bench_overlap.py
     python scripts/bench_overlap.py --hidden 512 --layers 8
 
-Two fixed workloads on one set of weights, one intra-op thread each: training takes M optimizer steps, generation decodes
-N rollouts of a fixed length. M is chosen so that both take equally long alone; ``overlap_efficiency`` is the longer of the
-two divided by the time of both together, 1 being ideal and 0.5 taking turns. Two threads that only multiply matrices give
-the ceiling of the machine at the same moment. The rounds of all arms are interleaved and medians are taken, because other
-processes come and go. A pause is asked for at random moments while the engine decodes; its wait is given in median engine
-forwards. Fails (exit code 1) if the efficiency is below 0.85, the workloads differ by more than 10 % alone, or the p99 of
-the wait is over 1.5 forwards. What is left out: rewards, and everything else that a training loop does between its steps.
+Two fixed workloads on one set of weights, one intra-op thread each: training takes M optimizer steps,
+generation decodes N rollouts of a fixed length. M is chosen so that both take equally long alone;
+``overlap_efficiency`` is the longer of the two divided by the time of both together, 1 being ideal and 0.5
+taking turns. Two threads that only multiply matrices give the ceiling of the machine at the same moment. The
+rounds of all arms are interleaved and medians are taken, because other processes come and go. A pause is
+asked for at random moments while the engine decodes; its wait is given in median engine forwards. Fails (exit
+code 1) if the efficiency is below 0.85, the workloads differ by more than 10 % alone, or the p99 of the wait
+is over 1.5 forwards. What is left out: rewards, and everything else that a training loop does between its
+steps.
 """
 
 from __future__ import annotations
@@ -221,7 +223,7 @@ def measure_rounds(work: Workloads, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_pauses(work: Workloads, pauses: int, seed: int) -> tuple[list[float], float]:
-    """Ask for a pause at random moments while the engine decodes a full batch, every finished rollout being replaced.
+    """Ask for a pause at random moments while the engine decodes; every finished rollout is replaced.
 
     Returns:
         The seconds from each call to its grant, and the median seconds of the engine's forwards meanwhile.
@@ -249,7 +251,7 @@ def measure_pauses(work: Workloads, pauses: int, seed: int) -> tuple[list[float]
     return waits, forward
 
 
-# -- the verdict ------------------------------------------------------------------------------------------------------
+# -- the verdict ---------------------------------------------------------------------------------------------
 
 
 def figures(
@@ -259,7 +261,7 @@ def figures(
     waits: list[float],
     forward: float,
 ) -> dict[str, Any]:
-    """What the JSON line holds; times in seconds, as medians over the rounds, unless the key says otherwise."""
+    """What the JSON line holds; seconds are medians over the rounds."""
     arms = {name: median(times) for name, times in measured.items()}
     alone = arms["generation"], arms["training"]
     percentiles = quantiles(waits, n=100)
@@ -293,7 +295,7 @@ def failed_claims(result: dict[str, Any]) -> list[str]:
         )
     if result["pause_p99_forwards"] > MOST_PAUSE_FORWARDS:
         found.append(
-            f"the p99 wait for a pause, {result['pause_p99_forwards']} forwards, is over {MOST_PAUSE_FORWARDS}"
+            f"the p99 wait for a pause is {result['pause_p99_forwards']} forwards, over {MOST_PAUSE_FORWARDS}"
         )
     return found
 

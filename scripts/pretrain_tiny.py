@@ -1,12 +1,19 @@
-"""Rebuild the embedded policy: a character-level Qwen3 model, taught small additions and subtractions until it is half right.
+"""Rebuild the embedded policy: a character-level Qwen3 model that can add and subtract but is careless about signs.
 
     python scripts/pretrain_tiny.py
 
-Supervised learning on freshly drawn training problems, on one core, evaluated every ten steps on the held-out problems.
-It stops as soon as the held-out sampled accuracy is in the window that leaves GRPO something to do, and fails if the
-accuracy jumps over the window or never reaches it. The result depends only on the seed (and on the machine's
-arithmetic): the same seed on the same machine gives the same sha256. What is left out: checkpoints, a learning-rate
-schedule beyond the warm-up, and any use of the held-out problems other than to stop.
+Supervised learning on freshly drawn training problems, on one core, in two parts:
+
+1. lessons: the right answers, with a linearly decayed learning rate, until the policy can do most problems;
+2. careless demonstrations: in some of the answers the sign is wrong (`SIGN_SLIPS`), in most subtractions and a part of
+   the additions. Evaluated every ten steps, this stops as soon as the held-out sampled accuracy is in the window.
+
+Why the second part: a policy that is half right because its lessons ended early rarely samples the answers that it
+does not know, and outcome rewards teach those slowly. Bad habits over sound knowledge leave both sampled and greedy
+accuracy near one half, but every group of samples holds right and wrong answers, which is what GRPO learns from.
+
+The result depends only on the seed (and on the machine's arithmetic): the same seed on the same machine gives the same
+sha256. What is left out: checkpoints, and any use of the held-out problems other than to stop.
 """
 
 from __future__ import annotations
@@ -14,8 +21,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,11 +38,21 @@ from transformers import (  # noqa: E402
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
-from rlt_train.embedded import MAX_ANSWER_TOKENS, held_out_problems, make_problems  # noqa: E402
+from rlt_train.embedded import (  # noqa: E402
+    HELD_OUT_PROBLEMS,
+    MAX_ANSWER_TOKENS,
+    held_out_problems,
+    make_problems,
+)
 from rlt_train.embedded.evaluation import Accuracy, encode_solutions, measure_accuracy  # noqa: E402
 
-EVALUATE_EVERY = 10
+# Share of the careless demonstrations whose sign is wrong, by operator.
+SIGN_SLIPS = {"+": 0.35, "-": 0.75}
+
+LESSONS_EVALUATE_EVERY = 100
+CARELESS_EVALUATE_EVERY = 10
 
 
 @dataclass
@@ -46,16 +64,19 @@ class PretrainArguments:
         metadata={"help": "folder that the policy is written to"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the initial weights and of the problems"})
-    max_steps: int = field(default=1000, metadata={"help": "give up after this many optimizer steps"})
-    batch_size: int = field(default=256, metadata={"help": "problems in a step"})
-    learning_rate: float = field(default=2e-3, metadata={"help": "AdamW learning rate after the warm-up"})
-    warmup_steps: int = field(default=20, metadata={"help": "steps of linear warm-up"})
-    window_low: float = field(
-        default=0.40, metadata={"help": "stop at this held-out sampled accuracy or above"}
+    max_steps: int = field(
+        default=1800, metadata={"help": "give up after this many optimizer steps, lessons included"}
     )
-    window_high: float = field(default=0.50, metadata={"help": "fail above this held-out sampled accuracy"})
-    hidden_size: int = field(default=128, metadata={"help": "width of the model"})
-    layers: int = field(default=4, metadata={"help": "number of layers"})
+    lesson_steps: int = field(default=1700, metadata={"help": "optimizer steps with right answers"})
+    batch_size: int = field(default=64, metadata={"help": "problems in a step"})
+    learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's peak learning rate of the lessons"})
+    careless_learning_rate: float = field(default=2e-4, metadata={"help": "learning rate of the second part"})
+    window_low: float = field(default=0.40, metadata={"help": "lowest held-out sampled accuracy to stop at"})
+    window_high: float = field(
+        default=0.50, metadata={"help": "highest held-out sampled accuracy to stop at"}
+    )
+    hidden_size: int = field(default=96, metadata={"help": "width of the model, a multiple of 8"})
+    layers: int = field(default=2, metadata={"help": "number of layers"})
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -100,63 +121,99 @@ def build_model(tokenizer: PreTrainedTokenizerFast, arguments: PretrainArguments
     return Qwen3ForCausalLM(config)
 
 
+def learning_rate(step: int, arguments: PretrainArguments) -> float:
+    """The rate of step 1, 2, ...: 20 steps of warm-up, the peak, a linear decay over the last 30 % of the lessons."""
+    if step > arguments.lesson_steps:
+        return arguments.careless_learning_rate
+    decay = (arguments.lesson_steps - step + 1) / (0.3 * arguments.lesson_steps)
+    return arguments.learning_rate * min(1.0, step / 20, decay)
+
+
+def with_sign_slips(problems: list[dict[str, str]], seed: int) -> list[dict[str, str]]:
+    """The problems with the sign of some answers wrong, in the proportions of `SIGN_SLIPS`; 0 has no sign."""
+    draw = random.Random(seed)
+    careless = []
+    for problem in problems:
+        operator, answer = "+" if "+" in problem["prompt"] else "-", problem["answer"]
+        if answer != "0" and draw.random() < SIGN_SLIPS[operator]:
+            answer = answer[1:] if answer.startswith("-") else "-" + answer
+        careless.append({"prompt": problem["prompt"], "answer": answer})
+    return careless
+
+
+def take_step(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    arguments: PretrainArguments,
+) -> float:
+    """One optimizer step on the cross-entropy of the answers' tokens and the end token; returns the loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, arguments)
+    # Each step draws its own problems from its own seed, so a step's batch does not depend on the earlier steps.
+    seed = arguments.seed * 1_000_000 + step
+    problems = make_problems(arguments.batch_size, seed, "train")
+    if step > arguments.lesson_steps:
+        problems = with_sign_slips(problems, seed)
+    input_ids, _, answer_mask = encode_solutions(tokenizer, problems)
+    # Right padding needs no attention mask under causal attention: no scored position sees it.
+    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+    loss = F.cross_entropy(logits[answer_mask[:, 1:]], input_ids[:, 1:][answer_mask[:, 1:]])
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
 def train(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, arguments: PretrainArguments
-) -> tuple[int, Accuracy]:
-    """Train until the accuracy is in the window.
+) -> tuple[int, Accuracy, Accuracy]:
+    """Both parts of the training.
 
     Returns:
-        The number of steps taken and the held-out accuracy after them.
+        The number of steps taken, the held-out accuracy at the end of the lessons, and at the end.
 
     Raises:
-        RuntimeError: the accuracy jumped over the window, or was still below it after the last step.
+        RuntimeError: the accuracy fell through the window, or was still above it after the last step.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
     held_out = held_out_problems()
     start = time.perf_counter()
-    accuracy = Accuracy(sampled=0.0, greedy=0.0)
+    taught = Accuracy(sampled=0.0, greedy=0.0)
     print(f"{'step':>6} {'loss':>8} {'sampled':>8} {'greedy':>8} {'seconds':>8}")
     for step in range(1, arguments.max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = arguments.learning_rate * min(1.0, step / arguments.warmup_steps)
-        # Each step draws its own problems from its own seed, so a step's batch does not depend on the earlier steps.
-        problems = make_problems(arguments.batch_size, arguments.seed * 1_000_000 + step, "train")
-        input_ids, _, answer_mask = encode_solutions(tokenizer, problems)
-        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
-        loss = F.cross_entropy(logits[answer_mask[:, 1:]], input_ids[:, 1:][answer_mask[:, 1:]])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % EVALUATE_EVERY:
+        loss = take_step(model, tokenizer, optimizer, step, arguments)
+        lesson = step <= arguments.lesson_steps
+        every = LESSONS_EVALUATE_EVERY if lesson else CARELESS_EVALUATE_EVERY
+        if step % every and step != arguments.lesson_steps:
             continue
         accuracy = measure_accuracy(model, tokenizer, held_out)
         seconds = time.perf_counter() - start
         print(
-            f"{step:6d} {loss.item():8.4f} {accuracy.sampled:8.4f} {accuracy.greedy:8.4f} {seconds:8.1f}",
-            flush=True,
+            f"{step:6d} {loss:8.4f} {accuracy.sampled:8.4f} {accuracy.greedy:8.4f} {seconds:8.1f}", flush=True
         )
-        if accuracy.sampled > arguments.window_high:
-            raise RuntimeError(
-                f"held-out sampled accuracy jumped to {accuracy.sampled:.3f} at step {step}, over the window of "
-                f"{arguments.window_low}-{arguments.window_high}: take another --seed or a lower --learning_rate"
-            )
-        if accuracy.sampled >= arguments.window_low:
-            return step, accuracy
+        if lesson:
+            taught = accuracy
+        elif accuracy.sampled < arguments.window_low:
+            break
+        elif accuracy.sampled <= arguments.window_high:
+            return step, taught, accuracy
     raise RuntimeError(
-        f"held-out sampled accuracy is {accuracy.sampled:.3f} after {arguments.max_steps} steps, the window is "
-        f"{arguments.window_low}-{arguments.window_high}: raise --max_steps"
+        f"held-out sampled accuracy is {accuracy.sampled:.3f} after {step} steps, it must end in the window of "
+        f"{arguments.window_low}-{arguments.window_high}: above the window raise --max_steps, below it raise "
+        "--lesson_steps or lower --careless_learning_rate"
     )
 
 
 def save(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    arguments: PretrainArguments,
-    steps: int,
-    accuracy: Accuracy,
-) -> dict[str, int | float | str]:
-    """Write the policy, its tokenizer and ``training.json``; returns the content of ``training.json``."""
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path, record: dict[str, int | float]
+) -> str:
+    """Write the policy, its tokenizer and ``training.json`` (`record` and the weights' sha256, which is returned).
+
+    No times, paths or host names are written, so that the same seed gives the same files.
+    """
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -165,23 +222,14 @@ def save(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model.save_pretrained(arguments.output)
-    tokenizer.save_pretrained(arguments.output)
-    # No times in here: the same seed gives the same file.
-    record: dict[str, int | float | str] = {
-        "seed": arguments.seed,
-        "steps": steps,
-        "batch_size": arguments.batch_size,
-        "learning_rate": arguments.learning_rate,
-        "warmup_steps": arguments.warmup_steps,
-        "held_out_sampled": accuracy.sampled,
-        "held_out_greedy": accuracy.greedy,
-        "held_out_problems": len(held_out_problems()),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "sha256": hashlib.sha256((arguments.output / "model.safetensors").read_bytes()).hexdigest(),
-    }
-    (arguments.output / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return record
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    weights = output / "model.safetensors"
+    weights.chmod(0o644)  # safetensors writes files that only the owner may read
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    text = json.dumps({**record, "sha256": sha256}, indent=2) + "\n"
+    (output / "training.json").write_text(text, encoding="utf-8")
+    return sha256
 
 
 def main() -> None:
@@ -190,15 +238,22 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
+    disable_progress_bar()
     start = time.perf_counter()
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, arguments)
-    steps, accuracy = train(model, tokenizer, arguments)
-    record = save(model, tokenizer, arguments, steps, accuracy)
-    keys = ("held_out_sampled", "held_out_greedy", "steps", "parameters", "sha256")
-    print(
-        json.dumps({**{key: record[key] for key in keys}, "seconds": round(time.perf_counter() - start, 1)})
-    )
+    steps, taught, accuracy = train(model, tokenizer, arguments)
+    summary = {
+        "held_out_sampled": accuracy.sampled,
+        "held_out_greedy": accuracy.greedy,
+        "steps": steps,
+        "parameters": model.num_parameters(),
+    }
+    record = {key: value for key, value in asdict(arguments).items() if key != "output"}
+    lessons = {"lessons_held_out_sampled": taught.sampled, "lessons_held_out_greedy": taught.greedy}
+    extra = {"held_out_problems": HELD_OUT_PROBLEMS, **lessons}
+    sha256 = save(model, tokenizer, arguments.output, {**record, **extra, **summary})
+    print(json.dumps({**summary, "seconds": round(time.perf_counter() - start, 1), "sha256": sha256}))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Show that generating while training changes no weight: one run alone, one beside a busy engine, a sha256 after every step.
+"""Show that generating while training changes no weight: train alone, train beside a busy engine, compare.
 
-    python scripts/verify_weights.py --steps 300 --attn sdpa --sampling sampled --dropout 0.1 --threads 1 --family dense
+    python scripts/verify_weights.py --steps 300 --attn sdpa --sampling sampled --dropout 0.1 --family dense
     python scripts/verify_weights.py --engine transformers
 
-Both runs start from the same weights, the same seed and the same pre-drawn batches. Beside the second one, a rollout
-manager generates from the very parameters that are trained, paused only for the optimizer step. Fails (exit code 1) if a
-hash differs, if a request failed, or if fewer than half of the engine's forwards overlapped a training forward or
-backward (then the comparison would show little). ``--engine transformers`` compares with transformers' own continuous
-batching, fenced in the same way. What is left out: gradient accumulation, schedules and clipping, which only read or
-write what the optimizer step does.
+Both runs start from the same weights, the same seed and the same pre-drawn batches. Beside the second one, a
+rollout manager generates from the very parameters that are trained, paused only for the optimizer step. Fails
+(exit code 1) if the sha256 of the weights differs after any step, if a request failed, or if fewer than half
+of the engine's forwards overlapped a training forward or backward: then the comparison would show little.
+``--engine transformers`` puts transformers' own continuous batching beside training, fenced in the same way.
+What is left out: gradient accumulation, schedules and clipping, which touch nothing that is shared.
 """
 
 from __future__ import annotations
@@ -19,41 +19,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Beside the engine there are more threads than cores: one that spins at a barrier takes another's core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
-from transformers import (  # noqa: E402
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    HfArgumentParser,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers  # noqa: E402
+from torch.optim import AdamW, Optimizer  # noqa: E402
+from transformers import HfArgumentParser, PreTrainedModel  # noqa: E402
 
 from rlt_train import RolloutManager, SamplingParams  # noqa: E402
 from rlt_train.errors import EngineStoppedError  # noqa: E402
 from rlt_train.fence import fence_optimizer  # noqa: E402
 from rlt_train.overlap import OverlapMeter  # noqa: E402
-from rlt_train.weights.equivalence import (  # noqa: E402
-    Comparison,
-    TrainingRecord,
-    TrainingTask,
-    compare,
-    run_alone,
-    run_together,
-)
-from rlt_train.weights.fingerprint import read_ledger  # noqa: E402
+from rlt_train.weights import equivalence, fingerprint  # noqa: E402
+from rlt_train.weights.equivalence import TrainingRecord, TrainingTask  # noqa: E402
 
 VOCABULARY = 512
 SLOTS = 16  # sequences that decode at once
@@ -68,29 +56,18 @@ class VerifyArguments:
     """Which run to compare."""
 
     steps: int = field(default=300, metadata={"help": "optimizer steps of each run"})
-    attn: Literal["sdpa", "eager"] = field(
-        default="sdpa", metadata={"help": "attention implementation of the training model"}
-    )
-    sampling: Literal["greedy", "sampled"] = field(
-        default="sampled", metadata={"help": "how the engine picks tokens"}
-    )
-    dropout: float = field(default=0.1, metadata={"help": "attention dropout of the training model"})
-    threads: Literal[1, 2] = field(
-        default=1, metadata={"help": "intra-op threads of the training thread; the engine has 1"}
-    )
+    attn: Literal["sdpa", "eager"] = field(default="sdpa", metadata={"help": "attention in training"})
+    sampling: Literal["greedy", "sampled"] = field(default="sampled", metadata={"help": "engine's choice"})
+    dropout: float = field(default=0.1, metadata={"help": "attention dropout in training"})
+    threads: Literal[1, 2] = field(default=1, metadata={"help": "training's threads; the engine has 1"})
     family: Literal["dense", "moe"] = field(default="dense", metadata={"help": "Qwen3 or Qwen3-MoE"})
-    engine: Literal["rlt", "transformers"] = field(
-        default="rlt", metadata={"help": "rlt_train's manager, or transformers' own continuous batching"}
-    )
+    engine: Literal["rlt", "transformers"] = field(default="rlt", metadata={"help": "whose engine generates"})
     seed: int = field(default=0, metadata={"help": "seed of weights, batches, dropout and prompts"})
     hidden: int = field(default=64, metadata={"help": "width of the model"})
     layers: int = field(default=4, metadata={"help": "number of layers"})
     batch_size: int = field(default=8, metadata={"help": "sequences in a training batch"})
     length: int = field(default=64, metadata={"help": "tokens of a training sequence"})
-    output: str | None = field(
-        default=None,
-        metadata={"help": "folder for the two ledgers; default: a temporary one, removed at the end"},
-    )
+    output: str | None = field(default=None, metadata={"help": "keep the two ledgers in this folder"})
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -99,8 +76,7 @@ class VerifyArguments:
             raise ValueError(f"--dropout {self.dropout}: give a probability in [0, 1)")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One submission: ``samples`` rollouts of one prompt."""
 
     ids: list[int]
@@ -117,7 +93,7 @@ class EngineReport:
     requests_failed: int = 0
     engine_forwards: int = 0
     overlapping_forwards: int = 0
-    longest_pause_wait: float = 0.0
+    longest_pause_wait_ms: float = 0.0
     details: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -130,9 +106,6 @@ class EngineReport:
         self.engine_forwards, self.overlapping_forwards = meter.forwards, meter.overlapping_forwards
 
 
-# -- the two runs -----------------------------------------------------------------------------------------------------
-
-
 def build_model(arguments: VerifyArguments) -> PreTrainedModel:
     """A randomly initialised Qwen3 or Qwen3-MoE model in fp32, the same at each call."""
     sizes: dict[str, Any] = dict(
@@ -143,15 +116,14 @@ def build_model(arguments: VerifyArguments) -> PreTrainedModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=arguments.hidden // 4,
-        max_position_embeddings=512,
         attention_dropout=arguments.dropout,
         attn_implementation=arguments.attn,
     )
     torch.manual_seed(arguments.seed)
     if arguments.family == "dense":
-        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=arguments.hidden // 2)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
 
 
 def build_task(arguments: VerifyArguments) -> TrainingTask:
@@ -162,7 +134,7 @@ def build_task(arguments: VerifyArguments) -> TrainingTask:
     return TrainingTask(
         model=partial(build_model, arguments),
         batches=[{"input_ids": tokens, "labels": tokens} for tokens in drawn],
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
         seed=arguments.seed + 2,
         threads=arguments.threads,
     )
@@ -178,9 +150,7 @@ def draw_prompts(arguments: VerifyArguments, count: int = 48) -> list[Prompt]:
     prompts: list[Prompt] = []
     for index in range(count):
         ids = torch.randint(VOCABULARY, (number(1, LONGEST_PROMPT),), generator=generator).tolist()
-        if (
-            index % 3 == 2
-        ):  # the prompt before, and a little more: a prefix hit unless the weights changed meanwhile
+        if index % 3 == 2:  # the prompt before and a little more: a prefix hit unless the weights changed
             ids = (prompts[-1].ids + ids)[: max(len(prompts[-1].ids), LONGEST_PROMPT // 2)]
         params = SamplingParams(max_new_tokens=number(4, MOST_NEW_TOKENS), temperature=0.0, ignore_eos=True)
         if arguments.sampling == "sampled":
@@ -190,12 +160,12 @@ def draw_prompts(arguments: VerifyArguments, count: int = 48) -> list[Prompt]:
     return prompts
 
 
-# -- rlt_train's manager ----------------------------------------------------------------------------------------------
+# -- rlt_train's manager -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def beside_manager(
-    prompts: Sequence[Prompt], report: EngineReport, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    prompts: list[Prompt], report: EngineReport, model: PreTrainedModel, optimizer: Optimizer
 ) -> Iterator[OverlapMeter]:
     """A rollout manager that never idles, fenced by the optimizer's steps."""
     manager = RolloutManager(
@@ -220,68 +190,59 @@ def beside_manager(
             report.details = {name: int(stats[name]) for name in names}
 
 
-def keep_busy(
-    manager: RolloutManager, prompts: Sequence[Prompt], report: EngineReport, stack: ExitStack
-) -> None:
-    """Submit a prompt whenever fewer than twice the slots' number of rollouts are unfinished, on the engine thread."""
+def keep_busy(manager: RolloutManager, prompts: list[Prompt], report: EngineReport, stack: ExitStack) -> None:
+    """Keep twice as many rollouts unfinished as there are slots, refilling on the engine thread."""
     supply = cycle(prompts)
 
     def refill() -> None:
         while manager.stats()["unfinished"] < 2 * SLOTS:
-            prompt = next(supply)
-            manager.submit_group(prompt.ids, prompt.samples, prompt.params)
+            manager.submit_group(*next(supply))
 
     def finished(output: Any) -> None:
         report.requests_finished += 1
         report.requests_failed += output.error is not None
-        try:
+        with suppress(EngineStoppedError):  # the run is over
             refill()
-        except EngineStoppedError:
-            pass  # the run is over
 
     refill()
     stack.callback(manager.on("finished", finished))
 
 
 def time_pauses(
-    manager: RolloutManager, optimizer: torch.optim.Optimizer, report: EngineReport, stack: ExitStack
+    manager: RolloutManager, optimizer: Optimizer, report: EngineReport, stack: ExitStack
 ) -> None:
-    """Note the longest time from an optimizer step's start to the granted pause. Call it before the fence is set."""
-    asked = 0.0
-
-    def ask(*_: Any) -> None:
-        nonlocal asked
-        asked = time.perf_counter()
+    """Note the longest time from an optimizer step's start to the granted pause. Call it before the fence."""
+    asked = [0.0]
 
     def granted() -> None:
-        report.longest_pause_wait = max(report.longest_pause_wait, time.perf_counter() - asked)
+        waited = 1000 * (time.perf_counter() - asked[0])
+        report.longest_pause_wait_ms = max(report.longest_pause_wait_ms, round(waited, 2))
 
-    stack.callback(optimizer.register_step_pre_hook(ask).remove)
+    asks = optimizer.register_step_pre_hook(lambda *_: asked.__setitem__(0, time.perf_counter()))
+    stack.callback(asks.remove)
     stack.callback(manager.on("paused", granted))
 
 
-# -- transformers' own continuous batching ----------------------------------------------------------------------------
+# -- transformers' own continuous batching -------------------------------------------------------------------
 
 
 @contextmanager
 def beside_transformers(
-    prompts: Sequence[Prompt], report: EngineReport, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    prompts: list[Prompt], report: EngineReport, model: PreTrainedModel, optimizer: Optimizer
 ) -> Iterator[OverlapMeter]:
     """transformers' continuous-batching manager on the same model, kept busy and fenced in the same way."""
     sampled = prompts[0].params.temperature > 0
     manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(
-            do_sample=sampled, eos_token_id=-1, max_new_tokens=MOST_NEW_TOKENS
-        ),
-        continuous_batching_config=ContinuousBatchingConfig(
+        generation_config=transformers.GenerationConfig(do_sample=sampled, eos_token_id=-1),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
             page_size=16, num_blocks=1024, max_batch_tokens=CHUNK, max_requests_per_batch=SLOTS
         ),
     )
     meter = OverlapMeter()
     with ExitStack() as stack:
-        fence_with(manager.pause, optimizer, stack)
         manager.start()
         stack.callback(manager.stop, timeout=60, hard_stop=True)
+        fence_with(manager.pause, optimizer, stack)
         count_forwards(model, threading.get_ident(), meter, stack)
         feed_transformers(manager, prompts, report, stack)
         try:
@@ -290,9 +251,7 @@ def beside_transformers(
             report.add_forwards(meter)
 
 
-def fence_with(
-    pause: Callable[[], AbstractContextManager[Any]], optimizer: torch.optim.Optimizer, stack: ExitStack
-) -> None:
+def fence_with(pause: Callable[[], Any], optimizer: Optimizer, stack: ExitStack) -> None:
     """Hold ``pause()`` open during every step of the optimizer."""
     held = ExitStack()
     stack.enter_context(held)
@@ -302,28 +261,24 @@ def fence_with(
     stack.callback(after.remove)
 
 
-def count_forwards(
-    model: PreTrainedModel, training_thread: int, meter: OverlapMeter, stack: ExitStack
-) -> None:
-    """Tell ``meter`` of every forward of ``model`` that is not on the training thread."""
+def count_forwards(model: PreTrainedModel, thread: int, meter: OverlapMeter, stack: ExitStack) -> None:
+    """Tell ``meter`` of every forward of ``model`` on another thread than ``thread``, the training one."""
     running = ExitStack()
 
     def begins(*_: Any) -> None:
-        if threading.get_ident() != training_thread:
+        if threading.get_ident() != thread:
             running.enter_context(meter.forward())
 
     def ends(*_: Any) -> None:
-        if threading.get_ident() != training_thread:
+        if threading.get_ident() != thread:
             running.close()
 
     stack.callback(model.register_forward_pre_hook(begins).remove)
     stack.callback(model.register_forward_hook(ends).remove)
 
 
-def feed_transformers(
-    manager: Any, prompts: Sequence[Prompt], report: EngineReport, stack: ExitStack
-) -> None:
-    """Submit a prompt for every result, from a thread of its own: that manager has no hook for finished requests."""
+def feed_transformers(manager: Any, prompts: list[Prompt], report: EngineReport, stack: ExitStack) -> None:
+    """Submit a prompt for every result, from a thread of its own: that manager has no such hook."""
     over = threading.Event()
 
     def feed() -> None:
@@ -347,14 +302,14 @@ def feed_transformers(
     stack.callback(over.set)
 
 
-# -- the verdict ------------------------------------------------------------------------------------------------------
+# -- the verdict ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Verdict:
     """The comparison and what went wrong, if anything: an empty ``failures`` is a pass."""
 
-    comparison: Comparison
+    comparison: equivalence.Comparison
     alone: TrainingRecord
     together: TrainingRecord
     report: EngineReport
@@ -372,13 +327,10 @@ class Verdict:
             what = f" in {names[0]} and {len(names) - 1} more" if names else ""
             found.append(f"the weights differ after step {self.comparison.first_divergent_step}{what}")
         if self.alone_repeats is False:
-            found.append(
-                "training alone does not repeat itself either: the arithmetic of this machine is not deterministic"
-            )
+            found.append("training alone does not repeat itself either: its arithmetic varies")
         if self.report.overlap < LEAST_OVERLAP:
-            found.append(
-                f"{self.report.overlap:.1%} of the engine's forwards overlapped, {LEAST_OVERLAP:.0%} are needed"
-            )
+            share = f"{self.report.overlap:.1%} of the engine's forwards"
+            found.append(f"{share} overlapped training compute; {LEAST_OVERLAP:.0%} are needed")
         if self.report.requests_failed:
             found.append(f"{self.report.requests_failed} requests failed")
         return found
@@ -388,16 +340,18 @@ def verify(arguments: VerifyArguments, folder: Path) -> Verdict:
     """Run both, compare, and, if they differ, check that training alone repeats itself."""
     task, prompts, report = build_task(arguments), draw_prompts(arguments), EngineReport()
     beside = partial(beside_manager if arguments.engine == "rlt" else beside_transformers, prompts, report)
-    alone = run_alone(task, folder / "alone.jsonl")
+    alone = equivalence.run_alone(task, folder / "alone.jsonl")
     error = None
     try:
-        together = run_together(task, folder / "together.jsonl", beside)
+        together = equivalence.run_together(task, folder / "together.jsonl", beside)
     except Exception as raised:  # an engine that breaks training is a result, too: report the steps before
         error = f"{type(raised).__name__}: {raised}"
-        together = TrainingRecord(ledger=read_ledger(folder / "together.jsonl"))
-    verdict = Verdict(compare(alone, together), alone, together, report, error)
+        together = TrainingRecord(ledger=fingerprint.read_ledger(folder / "together.jsonl"))
+    verdict = Verdict(equivalence.compare(alone, together), alone, together, report, error)
     if (step := verdict.comparison.first_divergent_step) is not None:
-        again = run_alone(replace(task, batches=task.batches[:step]), folder / "alone_again.jsonl")
+        again = equivalence.run_alone(
+            replace(task, batches=task.batches[:step]), folder / "alone_again.jsonl"
+        )
         verdict.alone_repeats = all(alone.ledger[at] == sha256 for at, sha256 in again.ledger.items())
     return verdict
 
@@ -405,6 +359,8 @@ def verify(arguments: VerifyArguments, folder: Path) -> Verdict:
 def figures(arguments: VerifyArguments, verdict: Verdict) -> dict[str, Any]:
     """What the JSON line holds."""
     comparison, report = verdict.comparison, verdict.report
+    counts = asdict(report)
+    details = counts.pop("details")
     settings = ("engine", "family", "attn", "sampling", "dropout", "threads", "steps")
     return {name: getattr(arguments, name) for name in settings} | {
         "passed": not verdict.failures,
@@ -414,14 +370,9 @@ def figures(arguments: VerifyArguments, verdict: Verdict) -> dict[str, Any]:
         "divergent_parameters": len(comparison.divergent_parameters),
         "alone_repeats": verdict.alone_repeats,
         "error": verdict.error,
-        "tokens_generated": report.tokens_generated,
-        "requests_finished": report.requests_finished,
-        "requests_failed": report.requests_failed,
-        "engine_forwards": report.engine_forwards,
-        "overlapping_forwards": report.overlapping_forwards,
+        **counts,
+        **details,
         "overlapping_share": round(report.overlap, 4),
-        "longest_pause_wait_ms": round(1000 * report.longest_pause_wait, 2),
-        **report.details,
         "final_sha256": verdict.alone.ledger[arguments.steps],
         "seconds_alone": round(verdict.alone.seconds, 2),
         "seconds_together": round(verdict.together.seconds, 2),

@@ -1,4 +1,4 @@
-"""The block pool against a simple model of it, under every order of operations that hypothesis can think of."""
+"""The block pool against a simple model of it, under any order of operations that hypothesis thinks of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=4 * SIZE)  # two token ids, so tha
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables are what sequences hold. The model: who holds which block, and which tokens each block was computed for."""
+    """Tables are what sequences hold. The model: who holds each block, and for which tokens it was computed."""
 
     tables = Bundle("tables")
 

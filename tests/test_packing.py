@@ -1,4 +1,4 @@
-"""Training rows, padding and micro-batches: what a model's flattened logits predict, and equal row counts."""
+"""Training rows, padding, and what a model's flattened logits predict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlt_train.grpo.packing import TrainingRow, pad_rows, padding_share, split_by_length
+from rlt_train.grpo.packing import TrainingRow, pad_rows
 
 
 def make_row(prompt: list[int], completion: list[int], advantage: float = 0.5, truncated: bool = False):
@@ -112,25 +112,7 @@ def test_rows_that_cannot_be_trained_on_are_refused() -> None:
         pad_rows([], 0)
 
 
-def test_micro_batches_hold_rows_of_similar_length_equally_many_longest_first() -> None:
-    rows = [make_row([index], [5] * length) for index, length in enumerate([3, 9, 1, 9, 2, 8])]
-    batches = split_by_length(rows, 3)
-    assert [[row.total_length for row in batch] for batch in batches] == [[10, 10], [9, 4], [3, 2]]
-    assert [row.prompt_ids[0] for batch in batches for row in batch] == [1, 3, 5, 0, 4, 2]
-    assert split_by_length(rows, 1)[0] != rows and sorted(map(id, split_by_length(rows, 1)[0])) == sorted(
-        map(id, rows)
-    )
-
-
-def test_padding_share_falls_when_rows_are_bucketed() -> None:
+def test_padding_share_counts_positions_without_a_token() -> None:
     rows = [make_row([1], [5] * length) for length in [0, 9, 0, 9]]
-    assert padding_share([rows]) == pytest.approx(1 - 22 / 40)
-    assert padding_share([rows[:2], rows[2:]]) == pytest.approx(1 - 22 / 40)
-    assert padding_share(split_by_length(rows, 2)) == 0.0
-    assert padding_share([]) == 0.0
-
-
-@pytest.mark.parametrize(("rows", "n_batches"), [(5, 2), (4, 0), (0, 1), (2, 4)])
-def test_rows_that_do_not_divide_are_refused(rows: int, n_batches: int) -> None:
-    with pytest.raises(ValueError, match=f"{rows} rows cannot be split into {n_batches} micro-batches"):
-        split_by_length([make_row([1], [2])] * rows, n_batches)
+    assert pad_rows(rows, 0).padding_share == pytest.approx(1 - 22 / 40)
+    assert pad_rows(rows[::2], 0).padding_share == 0.0

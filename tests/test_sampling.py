@@ -1,4 +1,4 @@
-"""Sampling against plain Python oracles: validation, truncation, inverse CDF, the uniforms, log-probs and ends."""
+"""Sampling against plain Python oracles: validation, truncation, draws, uniforms, log-probs and ends."""
 
 from __future__ import annotations
 
@@ -162,6 +162,7 @@ def test_uniforms_are_a_pure_function_of_run_seed_request_seed_and_position() ->
     assert batch.tolist() == torch.cat(alone).tolist()
     others = torch.cat(
         [batch, uniforms(8, [3], [0]), uniforms(7, [4], [0]), uniforms(7, [3], [1]), uniforms(3, [7], [0])]
+        + [uniforms(7, [seed], [0]) for seed in (-1, 3 + 2**32, 3 + 2**64, 3 - 2**64)]
     )
     assert len(set(others.tolist())) == len(others)
 
@@ -237,7 +238,7 @@ def test_a_temperature_that_overflows_float32_marks_its_row_only(temperature: fl
     assert drawn.finite.tolist() == [False, True]
 
 
-# -- through the engine -----------------------------------------------------------------------------------------------
+# -- through the engine --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The scheduler, through the engine: budget, order, admission, groups, copy-on-write, preemption, cancel, no leak."""
+"""The scheduler, through the engine: budget, order, admission, groups, preemption, cancel, and no leak."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def in_use(engine: Engine, step: ScheduledStep) -> set[tuple[int, int]]:
 
 
 def watched(engine: Engine) -> list[ScheduledStep]:
-    """Every plan the engine's scheduler makes from now on, with what must hold for each checked as it is made."""
+    """Every plan the scheduler makes from now on, checked as it is made."""
     plans: list[ScheduledStep] = []
     schedule = engine.scheduler.schedule
 
@@ -186,7 +186,7 @@ def test_impossible_sizes_are_refused_by_name(sizes: dict[str, int], message: st
         EngineConfig(**sizes)
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
+# -- groups --------------------------------------------------------------------------------------------
 
 
 def add_group(
@@ -253,7 +253,7 @@ def test_a_finished_prompt_is_reused_by_full_blocks(
     assert generated(drive(engine)["third"]) == greedy_reference[8]
 
 
-# -- cancel, in every state -------------------------------------------------------------------------------------------
+# -- cancel, in every state ----------------------------------------------------------------------------
 
 
 def states(model: Any) -> Iterator[tuple[str, Engine, str, set[str]]]:
@@ -317,7 +317,7 @@ def test_a_duplicate_id_is_refused_and_the_first_is_unharmed(model: Any) -> None
     assert list(drive(engine)) == ["twice"]
 
 
-# -- everything at once -----------------------------------------------------------------------------------------------
+# -- everything at once --------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -330,6 +330,8 @@ def test_random_work_with_cancels_updates_and_pressure_ends_with_every_block_fre
         model, rng.choice([12, 20]), max_length=48, rollouts_in_flight=4, max_tokens_per_step=9
     )
     watched(engine)
+    # Which token comes next does not matter here, so the forward is left out.
+    engine._runner.run = lambda step: torch.zeros(sum(span.samples for span in step.spans), VOCAB)
     names: set[str] = set()
     ended: set[str] = set()
     version = 0

@@ -105,6 +105,6 @@ def _ordinary_function(module: nn.Module, implementation: str) -> Callable[..., 
     # Eager attention is not in transformers' registry: each modelling file has its own.
     # A subclass of an attention module, in a file of its own, uses its parent's.
     if implementation == "eager":
-        files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
-        return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+        files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+        return next(f.eager_attention_forward for f in files if hasattr(f, "eager_attention_forward"))
     return ALL_ATTENTION_FUNCTIONS[implementation]

@@ -24,18 +24,18 @@ HELD_OUT_ONE_IN = 5
 # that a small policy can master it; the three-digit shapes are there for answers of four characters ("7-312=-305").
 DIGIT_MIX: dict[tuple[int, int], float] = {
     (1, 1): 0.12,
-    (1, 2): 0.36,
-    (2, 1): 0.38,
-    (2, 2): 0.10,
-    (1, 3): 0.02,
-    (3, 1): 0.02,
+    (1, 2): 0.40,
+    (2, 1): 0.42,
+    (2, 2): 0.05,
+    (1, 3): 0.005,
+    (3, 1): 0.005,
 }
 
 # The longest answer has four characters; the fifth token is the end of the sequence.
 MAX_ANSWER_TOKENS = 5
 
 # The problems that every reported held-out accuracy is measured on.
-HELD_OUT_PROBLEMS = 1000
+HELD_OUT_PROBLEMS = 600
 HELD_OUT_SEED = 0
 
 
@@ -84,8 +84,12 @@ def _draw_operand(draw: random.Random, digits: int) -> int:
 
 
 def held_out_problems(n: int = HELD_OUT_PROBLEMS) -> list[dict[str, str]]:
-    """The first `n` of the fixed sequence of held-out problems that reported accuracies are measured on."""
-    return make_problems(n, HELD_OUT_SEED, "held_out")
+    """The first `n` distinct problems of a fixed held-out sequence: what reported accuracies are measured on."""
+    drawn, distinct = n, {}
+    while len(distinct) < n:
+        drawn *= 2
+        distinct = {problem["prompt"]: problem for problem in make_problems(drawn, HELD_OUT_SEED, "held_out")}
+    return list(distinct.values())[:n]
 
 
 def load_dataset(split: Split, n: int, seed: int) -> Dataset:

@@ -26,6 +26,7 @@ class ModelRunner:
         """Copy blocks, run the packed forward, and return logits ``[sampling spans, vocab]`` in span
         order."""
         self._cache.copy_blocks(step.copies)
+        self._cache.clear(unused_slots(step, self._cache.block_size))
         if not step.spans:
             return torch.empty((0, self._view.config.get_text_config().vocab_size), device=self._view.device)
         tokens: list[int] = []
@@ -52,3 +53,19 @@ class ModelRunner:
                 paged_call=PagedCall(self._cache, self._backend, spans),
             )
         return output.logits[0]
+
+
+def unused_slots(step: ScheduledStep, block_size: int) -> list[int]:
+    """The slots after a sequence's end in each block that it begins in this step."""
+    slots: list[int] = []
+    for span in step.spans:
+        full, used = divmod(span.start + span.length, block_size)
+        if used and span.length >= used:
+            first = span.sequence.blocks[full] * block_size
+            slots += range(first + used, first + block_size)
+    for sequence, _ in step.forked:
+        full, used = divmod(sequence.computed, block_size)
+        if used:
+            first = sequence.blocks[full] * block_size
+            slots += range(first + used, first + block_size)
+    return slots

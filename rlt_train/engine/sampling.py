@@ -85,11 +85,15 @@ class SampledTokens:
 
 
 def uniforms(run_seed: int, request_seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Float64 ``[rows]`` in [0, 1): a pure function of (run seed, request seed, position)."""
+    """Float64 ``[rows]`` in [0, 1): a pure function of (run seed, request seed, position).
+
+    Seeds are integers of any sign; the run's low 64 bits and a request's low 128 bits count.
+    """
     mask = 2**64 - 1
     with np.errstate(over="ignore"):
         state = _mix(np.full(len(request_seeds), run_seed & mask, dtype=np.uint64))
-        state = _mix(state ^ np.array([seed & mask for seed in request_seeds], dtype=np.uint64))
+        for shift in (64, 0):
+            state = _mix(state ^ np.array([seed >> shift & mask for seed in request_seeds], dtype=np.uint64))
         state = _mix(state ^ np.array(positions, dtype=np.uint64))
     return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 

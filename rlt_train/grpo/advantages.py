@@ -122,7 +122,7 @@ def _as_groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def _nan_std(values: Tensor) -> Tensor:
-    """Unbiased std over the last dimension, ignoring NaN; 0 for one column, NaN if fewer than two are known."""
+    """Unbiased std over the last dimension, ignoring NaN; 0 for one column, NaN if fewer than two known."""
     if values.shape[-1] == 1:
         return torch.zeros_like(values[..., 0])
     known = (~values.isnan()).sum(dim=-1)

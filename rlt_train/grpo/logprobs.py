@@ -99,9 +99,7 @@ def chunked_logprobs(
 
 
 def logprobs_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same for logits [c, V] that exist already: logps [c] fp32 and entropies [c] fp32 (detached, in
-    nats).
-    """
+    """The same for logits [c, V] that exist already: logps [c] fp32, and entropies [c] fp32 detached."""
     scaled = logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature

@@ -123,6 +123,7 @@ class Objective:
         if not mask.any():
             return
         tokens = int(mask.sum())
+        self._metrics.add("padding_share", batch.padding_share)
         difference = (logps - batch.behaviour_logps).abs()[mask]
         staleness = (policy_version - batch.versions).float()[mask]
         self._metrics.add("entropy", entropies[mask].mean(), tokens)

@@ -1,4 +1,4 @@
-"""From finished rollouts to a batch a model can run: training rows, micro-batches by length, padding."""
+"""From finished rollouts to a batch a model can run: training rows and padding."""
 
 from __future__ import annotations
 
@@ -83,6 +83,11 @@ class PaddedBatch:
     lengths: Tensor
     truncated: Tensor
 
+    @property
+    def padding_share(self) -> float:
+        """Share of the ``B * S`` positions that are padding, 0..1."""
+        return 1.0 - self.attention_mask.float().mean().item()
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PaddedBatch:
         """The same batch with every tensor on `device`."""
         names = [field.name for field in fields(self)]
@@ -100,15 +105,17 @@ def pad_rows(rows: Sequence[TrainingRow], pad_id: int) -> PaddedBatch:
     if not rows:
         raise ValueError("no rows to pad; give at least one")
     longest = max(row.total_length for row in rows)
-    input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros((len(rows), longest), dtype=torch.int64)
+    # Lists first and one tensor at the end: a tensor a row costs more than the padding itself.
+    padded: list[list[int]] = []
     predict_index: list[int] = []
     for number, row in enumerate(rows):
-        input_ids[number, : row.total_length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
-        attention_mask[number, : row.total_length] = 1
+        padded.append([*row.prompt_ids, *row.completion_ids, *[pad_id] * (longest - row.total_length)])
         # The logits at a position predict the token after it: one to the left of each completion token.
         first = number * longest + len(row.prompt_ids) - 1
         predict_index.extend(range(first, first + len(row.completion_ids)))
+    input_ids = torch.tensor(padded, dtype=torch.int64)
+    total_lengths = torch.tensor([row.total_length for row in rows])
+    attention_mask = (torch.arange(longest) < total_lengths.unsqueeze(1)).to(torch.int64)
     lengths = torch.tensor([len(row.completion_ids) for row in rows], dtype=torch.int64)
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
     return PaddedBatch(
@@ -125,28 +132,3 @@ def pad_rows(rows: Sequence[TrainingRow], pad_id: int) -> PaddedBatch:
         lengths=lengths,
         truncated=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
     )
-
-
-def split_by_length(rows: Sequence[TrainingRow], n_batches: int) -> list[list[TrainingRow]]:
-    """Micro-batches of equally many rows, rows of similar total length together, the longest first.
-
-    The longest first, so that running out of memory shows at once. Rows of equal length keep their order.
-
-    Raises:
-        ValueError: the rows do not divide by `n_batches`.
-    """
-    if n_batches < 1 or not rows or len(rows) % n_batches:
-        raise ValueError(
-            f"{len(rows)} rows cannot be split into {n_batches} micro-batches of equally many rows; "
-            "give a positive number that divides the rows"
-        )
-    ordered = sorted(rows, key=lambda row: row.total_length, reverse=True)
-    size = len(rows) // n_batches
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
-
-
-def padding_share(batches: Sequence[Sequence[TrainingRow]]) -> float:
-    """Share of positions that are padding when each of the batches is padded to its own longest row, 0..1."""
-    tokens = sum(row.total_length for rows in batches for row in rows)
-    positions = sum(len(rows) * max(row.total_length for row in rows) for rows in batches if rows)
-    return 1.0 - tokens / positions if positions else 0.0

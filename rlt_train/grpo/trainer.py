@@ -21,6 +21,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rlt_train.callback import RolloutSession, autocast_dtype_of
 from rlt_train.engine.engine import EngineConfig
+from rlt_train.errors import EngineDeadError
 from rlt_train.grpo import setup
 from rlt_train.grpo.config import GRPOConfig
 from rlt_train.grpo.evaluation import evaluate_prompts
@@ -233,6 +234,15 @@ class GRPOTrainer(Trainer):
         self.processes.agree(error)
         return rows
 
+    def agree_alive(self) -> None:
+        """Raise on every process if the engine of any of them is dead."""
+        error: Exception | None = None
+        try:
+            self.manager.check_alive()
+        except EngineDeadError as caught:
+            error = caught
+        self.processes.agree(error)
+
     def _score(self, groups: Sequence[RolloutGroup]) -> list[TrainingRow]:
         scored = score_groups(groups, self.reward_functions, self.processing_class, self.state)
         gather, rank = self.processes.gather, self.processes.rank
@@ -323,6 +333,10 @@ class _TrainerHooks(TrainerCallback):
     ) -> None:
         self._trainer.session.open(kwargs["optimizer"], args)
         self._trainer.begin_step()
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        # The fence of a dead engine raises inside the step, on this process alone: raise here, on all of them.
+        self._trainer.agree_alive()
 
     def on_step_end(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -56,6 +56,15 @@ class PagedCache:
             for store in (keys, values):
                 store.index_copy_(1, targets, store.index_select(1, sources))
 
+    def clear(self, slots: list[int]) -> None:
+        """Zero slots that are masked but read: what a former owner left there may be NaN, and 0 * NaN is NaN."""
+        if not slots:
+            return
+        index = torch.tensor(slots, device=self.device)
+        for keys, values in self._tensors.values():
+            for store in (keys, values):
+                store.flatten(1, 2).index_fill_(1, index, 0)
+
     def nbytes(self) -> int:
         """Bytes held by all layers."""
         return sum(tensor.nbytes for pair in self._tensors.values() for tensor in pair)

@@ -1,8 +1,9 @@
 """The same training run alone and beside generation, its weights compared after every step.
 
-Sharing one copy of the weights is safe only if generation leaves no trace in training: not in the weights, the
-train/eval flag, the config, the global random stream, or the number of intra-op threads. A trace in any of them ends in
-the weights, so one sha256 a step is the whole check, and the digests of the single tensors say where it began.
+Sharing one copy of the weights is safe only if generation leaves no trace in training: not in the weights,
+the train/eval flag, the config, the global random stream, or the number of intra-op threads. A trace in any
+of them ends in the weights, so one sha256 a step is the whole check, and the digests of the single tensors
+say where it began.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from rlt_train.weights.fingerprint import (
 )
 
 Beside = Callable[[Any, torch.optim.Optimizer], AbstractContextManager[OverlapMeter]]
-"""Starts generation on ``(model, optimizer)`` and fences the optimizer's steps for as long as it is open; the meter it
-gives is told of each stretch of training compute."""
+"""Starts generation on ``(model, optimizer)`` and fences the optimizer's steps for as long as it is open; the
+meter it gives is told of each stretch of training compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class TrainingTask:
 
     Attributes:
         model: builds the (unwrapped) model, with equal weights each time it is called.
-        batches: keyword arguments of the model's forward, one mapping a step; the output must have a ``loss``.
+        batches: keyword arguments of the model's forward, one mapping a step; its output has a ``loss``.
         optimizer: builds the optimizer over the parameters.
         seed: of the global random stream, set once before the first step (dropout draws from it).
         threads: intra-op threads of the training thread; they are part of the arithmetic.
@@ -72,9 +73,10 @@ class Comparison:
     """Whether two runs trained the same weights, and where they parted if not.
 
     Attributes:
-        first_divergent_step: the first step (from 1) after which the weights differ, or that one run lacks; or ``None``.
-        divergent_parameters: names of the tensors that differ after that step, in the order of the names. Empty when
-            nothing differs, and when one run does not have the step at all.
+        first_divergent_step: the first step (from 1) after which the weights differ, or that one run lacks;
+            or ``None``.
+        divergent_parameters: names of the tensors that differ after that step, in the order of the names.
+            Empty when nothing differs, and when one run does not have the step at all.
     """
 
     first_divergent_step: int | None
@@ -87,7 +89,7 @@ class Comparison:
 
 
 def run_alone(task: TrainingTask, ledger: str | Path) -> TrainingRecord:
-    """Run the task with nothing beside it; ``ledger`` is the file for the hashes (an older one is replaced)."""
+    """Run the task with nothing beside it; the hashes go to the file ``ledger``, replacing an older one."""
     return _run(task, ledger, lambda model, optimizer: nullcontext(OverlapMeter()))
 
 
@@ -95,7 +97,7 @@ def run_together(task: TrainingTask, ledger: str | Path, beside: Beside) -> Trai
     """Run the task with generation beside it, started by ``beside`` after the random stream was seeded.
 
     Raises:
-        Exception: whatever training, the fence or the engine raises. The ledger file then holds the steps before.
+        Exception: whatever training, the fence or the engine raises; the ledger holds the steps before.
     """
     return _run(task, ledger, beside)
 
@@ -153,8 +155,9 @@ def _train_step(
 def _require_threads(threads: int, step: int) -> None:
     if torch.get_num_threads() != threads:
         raise RuntimeError(
-            f"the training thread had {threads} intra-op threads and has {torch.get_num_threads()} after step {step}: "
-            "something called torch.set_num_threads on it, so the runs cannot be compared. Call it on its own thread."
+            f"the training thread had {threads} intra-op threads and has {torch.get_num_threads()} after "
+            f"step {step}: something called torch.set_num_threads on it, so the runs cannot be compared. Let "
+            "each thread set its own count."
         )
 
 

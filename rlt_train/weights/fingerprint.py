@@ -69,9 +69,7 @@ def tensor_digests(model: nn.Module, *, workers: int | None = None) -> dict[str,
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor) that makes up the weights; tied tensors and shared modules under each of their
-    names.
-    """
+    """Every (name, tensor) that makes up the weights; what is tied or shared, under each of its names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -84,8 +84,9 @@ class GenerationView:
             )
         if removed := [name for module, name in self._names.items() if module not in names]:
             raise SharedWeightsError(
-                f"module {removed[0]!r} was removed from the training model after the manager was created, but "
-                f"the engine still generates with it. Merge or unload adapters first, then create the manager."
+                f"module {removed[0]!r} was removed from the training model after the manager was created, "
+                f"but the engine still generates with it. Merge or unload adapters first, then create the "
+                f"manager."
             )
         for theirs, ours in self._pairs:
             for kind in ("_parameters", "_buffers"):

@@ -24,7 +24,8 @@ class Bucket:
         rows: int64 ``[n * q]``, packed query rows (padding repeats a sequence's last row), or ``None`` for
         all in order.
         valid: int64 ``[tokens]``, which of the ``n * q`` results are real, or ``None`` for all.
-        blocks: int64 ``[n * b]``, the block tables (padding repeats block 0, which the bias hides).
+        blocks: int64 ``[n * b]``, the block tables (padding repeats a sequence's first block, which
+        the bias hides; another's might hold NaN, and a masked NaN is still a NaN).
         bias: ``[n, q, b * block_size]`` float32, 0 where a query may look and -inf elsewhere.
     """
 
@@ -61,7 +62,9 @@ class TorchBackend:
         width = max(self._blocks(span) for span, _ in members)
         tables = [span.block_table[: self._blocks(span)] for span, _ in members]
         blocks = (
-            torch.tensor([table + [0] * (width - len(table)) for table in tables]).flatten().to(self._device)
+            torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
+            .flatten()
+            .to(self._device)
         )
         start, length, first_row = torch.tensor([(s.start, s.length, row) for s, row in members]).unbind(1)
         offset = torch.minimum(torch.arange(queries), length.unsqueeze(1) - 1)  # [n, q]

@@ -34,7 +34,6 @@ REWARDS = "exact_match, math_verify, FILE.py:FUNCTION or MODULE:FUNCTION"
 EVALUATION_SPLITS = ("test", "validation", "eval", "dev")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 HOLD_OUT_AT_MOST_ONE_IN = 5
-EXAMPLE = (2, 3)  # the addition that addition_chat solves in its prompt
 FULL_MARKS = 1.0 - 1e-6  # of reasoning_gym's scorers, which work with floats
 
 
@@ -131,10 +130,10 @@ def arithmetic_task(n_train: int, n_eval: int, seed: int) -> Task:
 def addition_chat_task(n_train: int, n_eval: int, seed: int) -> Task:
     """Additions of one-digit numbers in a chat, judged by the first number of the completion.
 
-    The worked example in the prompt keeps the first reward of a small instruct model above zero: from zero
-    GRPO learns nothing. A fifth of the other 99 problems is held out, training repeats the rest.
+    The completion goes on after "The answer is": that keeps the first reward of a small instruct model above
+    zero, where GRPO would learn nothing. A fifth of the 100 problems is held out, training repeats the rest.
     """
-    pairs = [(left, right) for left in range(10) for right in range(10) if (left, right) != EXAMPLE]
+    pairs = [(left, right) for left in range(10) for right in range(10)]
     random.Random(f"addition_chat-{seed}").shuffle(pairs)
     held_out = len(pairs) // HOLD_OUT_AT_MOST_ONE_IN
     train = random.Random(f"addition_chat-train-{seed}").choices(pairs[held_out:], k=n_train)
@@ -148,10 +147,9 @@ def addition_chat_task(n_train: int, n_eval: int, seed: int) -> Task:
 
 def _addition_row(left: int, right: int) -> dict[str, Any]:
     messages = [
-        {"role": "system", "content": "Answer with the number only."},
-        {"role": "user", "content": f"What is {EXAMPLE[0]}+{EXAMPLE[1]}?"},
-        {"role": "assistant", "content": str(sum(EXAMPLE))},
+        {"role": "system", "content": "Add."},
         {"role": "user", "content": f"What is {left}+{right}?"},
+        {"role": "assistant", "content": "The answer is"},
     ]
     return {"prompt": messages, "answer": str(left + right)}
 
@@ -379,22 +377,21 @@ def import_reward(name: str) -> RewardFunction:
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ValueError(f"unknown reward {name!r}; choose {REWARDS}")
-    if source.endswith(".py"):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"the reward {name!r} names the file {source}, which does not exist")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up there
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            error.add_note(f"imported for the reward {name!r}; a file is given as path/to/file.py:function")
-            raise
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        error.add_note(f"imported for the reward {name!r}; a file is given as path/to/file.py:function")
+        raise
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"the reward {name!r}: {source} has no function {attribute!r}")
     return function
+
+
+def _import_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -93,6 +93,7 @@ class RolloutCallback(TrainerCallback):
             self.manager = RolloutManager(
                 kwargs["model"], autocast_dtype=autocast_dtype_of(args), **self._options
             )
+        self._session.close()  # of a run that has just failed, if the watch has not seen that yet
         self._session = RolloutSession(self.manager, self._training_threads).open(kwargs["optimizer"], args)
         self._session.callback(self._compute.close)
         # Callbacks are not told of exceptions, so somebody has to look whether the training loop still runs.

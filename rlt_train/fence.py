@@ -9,6 +9,7 @@ gradients overflow.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,7 +71,7 @@ def fence_optimizer(optimizer: torch.optim.Optimizer, manager: RolloutManager) -
     fence = UpdateFence(manager)
     before = innermost.register_step_pre_hook(lambda *_: fence.open())
     after = innermost.register_step_post_hook(lambda opt, *_: fence.close(written=not _overflowed(opt)))
-    guards = [_release_on_error(layer, fence) for layer in layers]
+    guards = [_release_on_error(layer, innermost, fence) for layer in layers]
 
     def remove() -> None:
         fence.abandon()
@@ -128,22 +129,31 @@ def _overflowed(optimizer: torch.optim.Optimizer) -> bool:
     return found is not None and bool(found)
 
 
-def _release_on_error(optimizer: Any, fence: UpdateFence) -> Callable[[], None]:
+def _release_on_error(
+    layer: Any, innermost: torch.optim.Optimizer, fence: UpdateFence
+) -> Callable[[], None]:
     """Wrap this instance's ``step`` so that an error in it, which skips the post-hook, releases the pause."""
-    step = optimizer.step
+    step, patched = layer.step, "step" in layer.__dict__
 
     @functools.wraps(step)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(_: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
         except BaseException:
-            fence.abandon()
+            # A fused kernel does not move a parameter's version counter, so that it wrote cannot be seen.
+            fence.close(written=any(group.get("fused") for group in innermost.param_groups))
             raise
 
-    optimizer.step = guarded
+    # A bound method, because learning rate schedulers wrap the function underneath.
+    method = types.MethodType(guarded, layer)
+    layer.step = method
 
     def remove() -> None:
-        if optimizer.__dict__.get("step") is guarded:
-            optimizer.step = step
+        if layer.__dict__.get("step") is not method:
+            return  # wrapped again since; with no fence to release, the guard does nothing
+        if patched:
+            layer.step = step
+        else:
+            del layer.step
 
     return remove

@@ -7,6 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStep:
+    """One step of the engine; ``forward`` is set False if it turned out to need no forward (only forks, say)."""
+
+    forward: bool = True
 
 
 class OverlapMeter:
@@ -46,12 +54,15 @@ class OverlapMeter:
                 self.training_seconds += time.perf_counter() - started
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """One engine forward; an error inside counts nothing."""
+    def forward(self) -> Iterator[EngineStep]:
+        """One engine step; an error inside counts nothing, nor does a step marked as having no forward."""
         with self._lock:
             busy, before = self._training > 0, self._sections
         started = time.perf_counter()
-        yield
+        step = EngineStep()
+        yield step
+        if not step.forward:
+            return
         with self._lock:
             self.forwards += 1
             self.forward_seconds += time.perf_counter() - started

@@ -203,8 +203,9 @@ class EngineWorker:
         torch.set_num_threads(self._num_threads)
         try:
             while self._next_turn():
-                with self._meter.forward():
+                with self._meter.forward() as step:
                     result = self._engine.step(admit=self._admission_holds == 0)
+                    step.forward = result.forward_tokens > 0
                 self._guard()
                 self._hand_out(result)
         except BaseException as error:  # every waiter must learn of it, whatever it is

@@ -36,7 +36,7 @@ from transformers import HfArgumentParser, PreTrainedModel, Qwen3Config, Qwen3Fo
 
 from rlt_train import RolloutHandle, RolloutManager, SamplingParams  # noqa: E402
 from rlt_train.fence import fence_optimizer  # noqa: E402
-from rlt_train.overlap import OverlapMeter  # noqa: E402
+from rlt_train.overlap import EngineStep, OverlapMeter  # noqa: E402
 from rlt_train.threads import usable_cores  # noqa: E402
 
 VOCABULARY = 2000
@@ -69,12 +69,13 @@ class ForwardTimes(OverlapMeter):
         self.seconds: list[float] = []
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """One engine forward."""
-        with super().forward():
+    def forward(self) -> Iterator[EngineStep]:
+        """One engine step."""
+        with super().forward() as step:
             started = time.perf_counter()
-            yield
-            self.seconds.append(time.perf_counter() - started)
+            yield step
+            if step.forward:
+                self.seconds.append(time.perf_counter() - started)
 
 
 @dataclass(slots=True)

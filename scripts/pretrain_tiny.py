@@ -1,52 +1,51 @@
-"""Rebuild the embedded policy: a character-level Qwen3 model that can add and subtract but is careless about signs.
+"""Rebuild the embedded policy: a small Qwen3 model that can add and subtract but is careless about signs.
 
     python scripts/pretrain_tiny.py
 
 Supervised learning on freshly drawn training problems, on one core, in two parts:
 
 1. lessons: the right answers, with a linearly decayed learning rate, until the policy can do most problems;
-2. careless demonstrations: in some of the answers the sign is wrong (`SIGN_SLIPS`), in most subtractions and a part of
-   the additions. Evaluated every ten steps, this stops as soon as the held-out sampled accuracy is in the window.
+2. careless demonstrations: in some of the answers the sign is wrong (`SIGN_SLIPS`), in most subtractions
+   and some additions. It is evaluated every ten steps and stops once the held-out sampled accuracy is in the
+   window.
 
-Why the second part: a policy that is half right because its lessons ended early rarely samples the answers that it
-does not know, and outcome rewards teach those slowly. Bad habits over sound knowledge leave both sampled and greedy
-accuracy near one half, but every group of samples holds right and wrong answers, which is what GRPO learns from.
+Why the second part: a policy that is half right because its lessons ended early rarely samples the answers
+that it does not know, and outcome rewards teach those slowly. Bad habits over sound knowledge leave both
+sampled and greedy accuracy near one half, but every group of samples holds right and wrong answers, which is
+what GRPO learns from.
 
-The result depends only on the seed (and on the machine's arithmetic): the same seed on the same machine gives the same
-sha256. What is left out: checkpoints, and any use of the held-out problems other than to stop.
+The result depends only on the seed (and on the machine's arithmetic): the same seed on the same machine gives
+the same sha256. What is left out: checkpoints, and any use of the held-out problems other than to stop.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
-import torch  # noqa: E402
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.nn import functional as F
+from transformers import (
     GenerationConfig,
     HfArgumentParser,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
+from transformers.utils.logging import disable_progress_bar
 
-from rlt_train.embedded import (  # noqa: E402
+from rlt_train.embedded import (
     HELD_OUT_PROBLEMS,
     MAX_ANSWER_TOKENS,
     held_out_problems,
     make_problems,
 )
-from rlt_train.embedded.evaluation import Accuracy, encode_solutions, measure_accuracy  # noqa: E402
+from rlt_train.embedded.evaluation import Accuracy, encode_solutions, measure_accuracy
 
 # Share of the careless demonstrations whose sign is wrong, by operator.
 SIGN_SLIPS = {"+": 0.35, "-": 0.75}
@@ -65,12 +64,12 @@ class PretrainArguments:
     )
     seed: int = field(default=0, metadata={"help": "seed of the initial weights and of the problems"})
     max_steps: int = field(
-        default=1800, metadata={"help": "give up after this many optimizer steps, lessons included"}
+        default=1600, metadata={"help": "give up after this many optimizer steps, lessons included"}
     )
-    lesson_steps: int = field(default=1700, metadata={"help": "optimizer steps with right answers"})
+    lesson_steps: int = field(default=1400, metadata={"help": "optimizer steps with right answers"})
     batch_size: int = field(default=64, metadata={"help": "problems in a step"})
     learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's peak learning rate of the lessons"})
-    careless_learning_rate: float = field(default=2e-4, metadata={"help": "learning rate of the second part"})
+    careless_learning_rate: float = field(default=1e-4, metadata={"help": "learning rate of the second part"})
     window_low: float = field(default=0.40, metadata={"help": "lowest held-out sampled accuracy to stop at"})
     window_high: float = field(
         default=0.50, metadata={"help": "highest held-out sampled accuracy to stop at"}
@@ -102,7 +101,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, arguments: PretrainArguments) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 model with grouped-query attention (4 heads, 2 of keys and values) in fp32."""
+    """A randomly initialised fp32 Qwen3 model with grouped-query attention (4 query heads, 2 KV heads)."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=arguments.hidden_size,
@@ -122,7 +121,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, arguments: PretrainArguments
 
 
 def learning_rate(step: int, arguments: PretrainArguments) -> float:
-    """The rate of step 1, 2, ...: 20 steps of warm-up, the peak, a linear decay over the last 30 % of the lessons."""
+    """The rate of step 1, 2, ...: 20 steps of warm-up, the peak, a decay over the lessons' last 30 %."""
     if step > arguments.lesson_steps:
         return arguments.careless_learning_rate
     decay = (arguments.lesson_steps - step + 1) / (0.3 * arguments.lesson_steps)
@@ -151,7 +150,7 @@ def take_step(
     """One optimizer step on the cross-entropy of the answers' tokens and the end token; returns the loss."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, arguments)
-    # Each step draws its own problems from its own seed, so a step's batch does not depend on the earlier steps.
+    # Each step draws its own problems from its own seed, so no batch depends on the steps before it.
     seed = arguments.seed * 1_000_000 + step
     problems = make_problems(arguments.batch_size, seed, "train")
     if step > arguments.lesson_steps:
@@ -201,7 +200,7 @@ def train(
         elif accuracy.sampled <= arguments.window_high:
             return step, taught, accuracy
     raise RuntimeError(
-        f"held-out sampled accuracy is {accuracy.sampled:.3f} after {step} steps, it must end in the window of "
+        f"held-out sampled accuracy is {accuracy.sampled:.3f} after {step} steps, it must end in the window "
         f"{arguments.window_low}-{arguments.window_high}: above the window raise --max_steps, below it raise "
         "--lesson_steps or lower --careless_learning_rate"
     )
@@ -210,7 +209,7 @@ def train(
 def save(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path, record: dict[str, int | float]
 ) -> str:
-    """Write the policy, its tokenizer and ``training.json`` (`record` and the weights' sha256, which is returned).
+    """Write the policy, its tokenizer and ``training.json``; returns the weights' sha256.
 
     No times, paths or host names are written, so that the same seed gives the same files.
     """

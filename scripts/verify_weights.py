@@ -93,7 +93,7 @@ class EngineReport:
     requests_failed: int = 0
     engine_forwards: int = 0
     overlapping_forwards: int = 0
-    longest_pause_wait_ms: float = 0.0
+    longest_pause_wait_ms: float | None = None  # where it is measured
     details: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -216,7 +216,7 @@ def time_pauses(
 
     def granted() -> None:
         waited = 1000 * (time.perf_counter() - asked[0])
-        report.longest_pause_wait_ms = max(report.longest_pause_wait_ms, round(waited, 2))
+        report.longest_pause_wait_ms = max(report.longest_pause_wait_ms or 0.0, round(waited, 2))
 
     asks = optimizer.register_step_pre_hook(lambda *_: asked.__setitem__(0, time.perf_counter()))
     stack.callback(asks.remove)

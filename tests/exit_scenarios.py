@@ -1,7 +1,8 @@
-"""A process that forks one child for each way of ending while the engine generates, and reports how each ended.
+"""Forks one child for each way of ending a process while the engine generates, and reports how each ended.
 
-Importing torch and transformers takes seconds, so it is done once, here; each child starts its own engine and leaves
-through the interpreter's ordinary exit. Prints one JSON object: scenario -> exit status, seconds, output.
+Importing torch and transformers takes seconds, so it is done once, here; each child starts its own engine
+and leaves through the interpreter's ordinary exit. Prints one JSON object: scenario -> exit status, seconds,
+output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tiny import prompt, smaller
 
 from rlt_train import RolloutManager, SamplingParams
 
-LIMIT = 20.0
+LIMIT = 30.0
 SIZES: dict[str, Any] = {"rollouts_in_flight": 2, "max_length": 4000, "engine_threads": 1}
 ENDLESS = SamplingParams(max_new_tokens=3900, ignore_eos=True)
 

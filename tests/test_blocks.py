@@ -16,7 +16,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=4 * SIZE)  # two token ids, so tha
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables are what sequences hold. The model: who holds each block, and for which tokens it was computed."""
+    """Tables are what sequences hold. The model: who holds each block, and for what it was computed."""
 
     tables = Bundle("tables")
 

@@ -1,4 +1,4 @@
-"""Paged generation against ordinary forwards and ``model.generate``, for every architecture family we serve."""
+"""Paged generation against ordinary forwards and ``model.generate``, for each architecture family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, GREEDY, drive, generate_greedy, generated, gemma2, new_engine, prompt, qwen3, request
+from tiny import (
+    FAMILIES,
+    GREEDY,
+    drive,
+    gemma2,
+    generate_greedy,
+    generated,
+    new_engine,
+    prompt,
+    qwen3,
+    request,
+)
 
 from rlt_train.attention.planner import PagedCall
 from rlt_train.engine.engine import Engine, new_group
@@ -19,7 +30,7 @@ CLOSE = 1e-4  # on logits whose standard deviation is about 1; float32 rounding 
 
 
 def paged_logits(engine: Engine, prompts: list[list[int]]) -> dict[int, torch.Tensor]:
-    """Run greedy requests and record the logits after every token: ``[prompt + generated, vocab]`` by prompt."""
+    """The logits that each greedy token was taken from: ``[generated, vocab]`` by prompt index."""
     recorded: dict[str, list[torch.Tensor]] = {}
     run = engine._runner.run
 
@@ -82,16 +93,16 @@ def test_greedy_tokens_are_generates(family: str, tied: bool) -> None:
 @pytest.mark.parametrize("build", [qwen3, gemma2])
 def test_preemption_does_not_change_greedy_tokens(build: Callable[..., Any]) -> None:
     model = build()
-    lengths = (5, 9, 14, 20, 31)
-    params = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    lengths = (5, 14, 20, 31)
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     bytes_per_block = 4 * 2 * 2 * 16 * 4 * 4  # layers, keys and values, heads, head_dim, float32, tokens
-    engine = new_engine(model, max_length=64, kv_cache_gib=22.5 * bytes_per_block / 2**30)
+    engine = new_engine(model, max_length=64, kv_cache_gib=19.5 * bytes_per_block / 2**30)
     for length in lengths:
         engine.add(request(f"{length}", prompt(length), params))
     finished = drive(engine)
     assert engine.scheduler.preemptions > 0
     for length in lengths:
-        assert generated(finished[f"{length}"]) == generate_greedy(model, prompt(length), 30)
+        assert generated(finished[f"{length}"]) == generate_greedy(model, prompt(length), 20)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
@@ -120,6 +131,7 @@ def test_nothing_is_read_that_was_not_written_for_the_sequence() -> None:
     lengths = (1, 5, 18, 21, 24)  # several block counts share a bucket, so that tables are padded
     expected = {length: generate_greedy(model, prompt(length), 8) for length in lengths}
     engine = new_engine(model, rollouts_in_flight=4, max_tokens_per_step=30)
+    engine.pool.allocate(3)  # somebody else's, NaN as well; padding must not read them either
     for keys, values in engine.cache._tensors.values():
         keys.fill_(math.nan)
         values.fill_(math.nan)
@@ -137,7 +149,9 @@ def test_groups_of_layers_share_one_plan_a_step(monkeypatch: pytest.MonkeyPatch)
     engine = new_engine(gemma2())
     planned: list[int | None] = []
     plan = engine.backend.plan
-    monkeypatch.setattr(engine.backend, "plan", lambda spans, window: planned.append(window) or plan(spans, window))
+    monkeypatch.setattr(
+        engine.backend, "plan", lambda spans, window: planned.append(window) or plan(spans, window)
+    )
     engine.add(request("r", prompt(5), SamplingParams(max_new_tokens=1)))
     engine.step()
     assert sorted(planned, key=str) == [24, None]
@@ -145,7 +159,7 @@ def test_groups_of_layers_share_one_plan_a_step(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_forward_of_a_paged_call_needs_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``PagedCall`` the very same view runs ordinary attention: the cache is neither read nor written."""
+    """Without ``PagedCall`` the same view runs ordinary attention: the cache is neither read nor written."""
     model = qwen3()
     engine = new_engine(model)
     touched: list[Any] = []

@@ -1,4 +1,4 @@
-"""When something goes wrong: one bad request harms only itself, a dead engine says so everywhere, a process ends."""
+"""What goes wrong: one bad request harms only itself, a dead engine says so everywhere, a process ends."""
 
 from __future__ import annotations
 
@@ -174,7 +174,10 @@ def test_a_bad_request_is_refused_at_submit_and_the_others_are_unharmed(
     model = smaller()
     with RolloutManager(model, **SIZES) as manager:
         good = manager.submit(prompt(9), GREEDY)
-        for submit in (manager.submit, lambda *arguments: manager.submit_group(arguments[0], 2, arguments[1])):
+        for submit in (
+            manager.submit,
+            lambda *arguments: manager.submit_group(arguments[0], 2, arguments[1]),
+        ):
             with pytest.raises(RequestError, match=message):
                 submit(ids, params)
         assert manager.stats()["unfinished"] <= 1
@@ -222,7 +225,9 @@ def test_stale_nan_in_a_shared_cache_block_reaches_nobody() -> None:
         model.lm_head.weight[7] = 0.0
     ids = [token for token in prompt(20) if token != 7][:5]
     expected = generate_greedy(model, ids, 8)
-    with RolloutManager(model, rollouts_in_flight=1, max_length=24, block_size=8, engine_threads=1) as manager:
+    with RolloutManager(
+        model, rollouts_in_flight=1, max_length=24, block_size=8, engine_threads=1
+    ) as manager:
         with pytest.raises(RequestError):
             manager.submit([7] * 16, GREEDY).result(WAIT)
         for _ in range(3):
@@ -231,7 +236,10 @@ def test_stale_nan_in_a_shared_cache_block_reaches_nobody() -> None:
 
 def test_a_temperature_that_overflows_harms_only_its_request() -> None:
     with RolloutManager(smaller(), **SIZES) as manager:
-        good, bad = manager.submit(prompt(5), GREEDY), manager.submit(prompt(5), SamplingParams(temperature=1e-42))
+        good, bad = (
+            manager.submit(prompt(5), GREEDY),
+            manager.submit(prompt(5), SamplingParams(temperature=1e-42)),
+        )
         with pytest.raises(RequestError):
             bad.result(WAIT)
         assert len(good.result(WAIT).token_ids) == 8
@@ -273,7 +281,7 @@ def test_the_process_ends_at_once_with_its_own_status(
     ending = endings[scenario]
     # How an interrupt ends a process is Python's affair (130, -2 or 1): the engine must not change it.
     assert ending["status"] == (endings["interrupted_without_engine"]["status"] if status is None else status)
-    assert ending["seconds"] < 8.0
+    assert ending["seconds"] < 10.0
     if output:
         assert output in ending["output"].splitlines(), ending["output"]
     assert ending["output"].count("Traceback") == (1 if output else 0)

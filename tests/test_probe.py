@@ -59,7 +59,9 @@ def test_attention_outside_the_interface_is_refused() -> None:
 
 def test_state_space_models_are_refused() -> None:
     config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4)
-    refuse(build(MambaForCausalLM, config, attention="eager"), "MambaForCausalLM", "cannot run a paged forward")
+    refuse(
+        build(MambaForCausalLM, config, attention="eager"), "MambaForCausalLM", "cannot run a paged forward"
+    )
 
 
 def test_gpt_j_is_refused_or_served_right() -> None:
@@ -76,15 +78,25 @@ def test_gpt_j_is_refused_or_served_right() -> None:
 
 def test_encoder_decoders_are_refused() -> None:
     config = T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    refuse(build(T5ForConditionalGeneration, config, attention="eager"), "T5ForConditionalGeneration", "encoder-decoder")
+    refuse(
+        build(T5ForConditionalGeneration, config, attention="eager"),
+        "T5ForConditionalGeneration",
+        "encoder-decoder",
+    )
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_batch_is_refused(kind: str) -> None:
     parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
-        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
-    refuse(llama(rope_parameters=parameters), "LlamaForCausalLM", f"'{kind}' RoPE", "longest sequence", "'yarn'")
+        parameters |= {
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
+    refuse(
+        llama(rope_parameters=parameters), "LlamaForCausalLM", f"'{kind}' RoPE", "longest sequence", "'yarn'"
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
@@ -101,7 +113,7 @@ def test_fixed_rope_scaling_is_served(kind: str) -> None:
 
 
 class RecencyLlama(LlamaForCausalLM):
-    """Adds a bias to the logits that depends on where a token stands in its row: packed rows get another one."""
+    """Adds a bias to the logits that depends on where a token stands in its row."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -112,7 +124,7 @@ class RecencyLlama(LlamaForCausalLM):
 
 
 class LeakyAttention(LlamaAttention):
-    """Mixes in the mean of the row outside the attention interface: packed, that is other sequences' tokens."""
+    """Mixes in the mean of the row outside the attention interface: packed, other sequences."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         output, weights = super().forward(hidden_states=hidden_states, **kwargs)
@@ -172,7 +184,9 @@ def test_an_honest_subclass_is_served(attention: str) -> None:
 
 
 @pytest.mark.parametrize("skipped", ["window", "softcap", "scale"])
-def test_a_backend_that_forgot_something_would_be_caught(skipped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_forgot_something_would_be_caught(
+    skipped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shrunken model crosses its window and has large scores, so that each of these shows."""
     from rlt_train.attention.backends.torch_paged import TorchBackend
 
@@ -191,7 +205,9 @@ def test_a_backend_that_forgot_something_would_be_caught(skipped: str, monkeypat
 # -- side effects ----------------------------------------------------------------------------------------
 
 
-def test_the_probe_leaves_the_global_random_streams_and_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_leaves_the_global_random_streams_and_the_model_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = qwen3()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seeded: list[int] = []

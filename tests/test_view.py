@@ -243,14 +243,20 @@ def test_verify_shared_accepts_what_is_in_place() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().clone())), "lm_head.weight"),
+        (
+            lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().clone())),
+            "lm_head.weight",
+        ),
         (
             lambda m: m.model.layers[1].mlp.up_proj.register_parameter("bias", nn.Parameter(torch.zeros(64))),
             "model.layers.1.mlp.up_proj.bias",
         ),
         (lambda m: delattr(m.model.norm, "weight"), "model.norm.weight"),
         (lambda m: m.model.layers[0].register_buffer("extra", torch.ones(1)), "model.layers.0.extra"),
-        (lambda m: m.model.layers[0].mlp.add_module("adapter", nn.Linear(2, 2)), "model.layers.0.mlp.adapter"),
+        (
+            lambda m: m.model.layers[0].mlp.add_module("adapter", nn.Linear(2, 2)),
+            "model.layers.0.mlp.adapter",
+        ),
         (lambda m: setattr(m.model.layers[1], "mlp", nn.Identity()), "model.layers.1.mlp"),
         (lambda m: delattr(m.model.layers[1], "mlp"), "model.layers.1.mlp"),
     ],
@@ -355,7 +361,9 @@ def test_device_map_hooks_and_headless_models_are_refused() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("build", [smaller, qwen3])
-def test_an_ordinary_call_on_the_view_is_the_training_models_padding_included(build: Any, attention: str) -> None:
+def test_an_ordinary_call_on_the_view_is_the_training_models_padding_included(
+    build: Any, attention: str
+) -> None:
     model = build(attention=attention)
     engine = new_engine(model)
     ids = torch.tensor([prompt(12), prompt(12, 1)])

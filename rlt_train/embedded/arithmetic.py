@@ -1,8 +1,9 @@
 """The embedded task: small additions and subtractions with answers of varying length.
 
-A problem is the row ``{"prompt": "12+7=", "answer": "19"}``. Everything here is a pure function of its arguments: the
-same `n`, `seed` and `split` give the same problems on every machine and in every process. Which split a problem belongs
-to is decided by a hash of its text, so a held-out problem can never be drawn for training, whatever the seeds.
+A problem is the row ``{"prompt": "12+7=", "answer": "19"}``. Everything here is a pure function of its
+arguments: the same `n`, `seed` and `split` give the same problems on every machine and in every process.
+Which split a problem belongs to is decided by a hash of its text, so a held-out problem can never be drawn
+for training, whatever the seeds.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 # One problem text in five is held out.
 HELD_OUT_ONE_IN = 5
 
-# (digits of the left operand, digits of the right operand) -> share of the problems. Mostly one digit against two, so
-# that a small policy can master it; the three-digit shapes are there for answers of four characters ("7-312=-305").
+# (digits of the left operand, digits of the right operand) -> share of the problems. Mostly one digit against
+# two, so that a small policy can master it; the three-digit shapes are there for answers of four characters
+# ("7-312=-305").
 DIGIT_MIX: dict[tuple[int, int], float] = {
     (1, 1): 0.12,
-    (1, 2): 0.40,
-    (2, 1): 0.42,
-    (2, 2): 0.05,
+    (1, 2): 0.42,
+    (2, 1): 0.44,
+    (2, 2): 0.01,
     (1, 3): 0.005,
     (3, 1): 0.005,
 }
@@ -40,7 +42,7 @@ HELD_OUT_SEED = 0
 
 
 def split_of(prompt: str) -> Split:
-    """The split that a problem text belongs to: "held_out" for one text in ten by sha256, "train" for the others."""
+    """The split of a problem text, by its sha256: "held_out" for one in `HELD_OUT_ONE_IN`, else "train"."""
     digest = hashlib.sha256(prompt.encode("ascii")).digest()
     return "held_out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "train"
 
@@ -84,7 +86,7 @@ def _draw_operand(draw: random.Random, digits: int) -> int:
 
 
 def held_out_problems(n: int = HELD_OUT_PROBLEMS) -> list[dict[str, str]]:
-    """The first `n` distinct problems of a fixed held-out sequence: what reported accuracies are measured on."""
+    """The first `n` distinct problems of a fixed held-out sequence; accuracies are reported on these."""
     drawn, distinct = n, {}
     while len(distinct) < n:
         drawn *= 2
@@ -93,7 +95,7 @@ def held_out_problems(n: int = HELD_OUT_PROBLEMS) -> list[dict[str, str]]:
 
 
 def load_dataset(split: Split, n: int, seed: int) -> Dataset:
-    """`make_problems` as a `datasets.Dataset` with the string columns "prompt" and "answer", as GRPO trainers take it."""
+    """`make_problems` as a `datasets.Dataset` with the string columns "prompt" and "answer"."""
     from datasets import Dataset
 
     return Dataset.from_list(make_problems(n, seed, split))
@@ -104,8 +106,8 @@ def exact_match_reward(
 ) -> list[float]:
     """1.0 for each completion that equals its answer, character by character, and 0.0 for each other one.
 
-    The signature is TRL's reward-function contract: `prompts`, `completions` and the data set's columns (`answer`) are
-    lists with one entry per completion, further columns arrive in `kwargs` and are ignored.
+    The signature is TRL's reward-function contract: `prompts`, `completions` and the data set's columns
+    (`answer`) are lists with one entry per completion, further columns arrive in `kwargs` and are ignored.
 
     Args:
         prompts: the problems, unused.

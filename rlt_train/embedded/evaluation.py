@@ -1,8 +1,9 @@
 """Exact held-out accuracy of a policy on the embedded task, without drawing a sample.
 
-A completion is right only if it is the answer followed by the end of the sequence. So the probability that a sample at
-temperature 1 is right is the product of the teacher-forced probabilities of those tokens, and greedy decoding is right
-exactly if each of them is its position's most probable token. One forward gives both, free of sampling noise.
+A completion is right only if it is the answer followed by the end of the sequence. So the probability that a
+sample at temperature 1 is right is the product of the teacher-forced probabilities of those tokens, and
+greedy decoding is right exactly if each of them is its position's most probable token. One forward gives
+both, free of sampling noise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Accuracy:
 def encode_solutions(
     tokenizer: PreTrainedTokenizerBase, problems: list[dict[str, str]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Problems with their answers and the end token, padded on the right, and which positions hold the answer.
+    """Problems with answers and the end token, padded on the right, and which positions hold the answer.
 
     Returns:
         input_ids: (problems, length) int64, attention_mask: (problems, length) int64, 1 on real tokens, and
@@ -58,7 +59,7 @@ def measure_accuracy(
     problems: list[dict[str, str]],
     batch_size: int = 250,
 ) -> Accuracy:
-    """Sampled and greedy accuracy of `model` on `problems`; neither the random state nor the model is touched.
+    """Sampled and greedy accuracy of `model` on `problems`; touches neither the model nor the random state.
 
     The model is used in the mode (training or evaluation) that it is in; the embedded policy has no dropout.
 

@@ -57,8 +57,9 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did: sequences that got a token, and those that are finished."""
+    """What a step did: tokens it ran forward, sequences that got a token, and those that are finished."""
 
+    forward_tokens: int = 0
     sampled: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
 
@@ -151,7 +152,7 @@ class Engine:
         """Run one forward and sample; without ``admit`` no new request begins. A no-op when nothing is
         scheduled."""
         step = self.scheduler.schedule(admit)
-        result = StepResult()
+        result = StepResult(step.tokens)
         if step.spans or step.forked:
             logits = self._runner.run(step)
             self.scheduler.advance(step)

@@ -49,8 +49,8 @@ def probe_architecture(view: GenerationView) -> float:
         raise UnsupportedModelError(
             f"{name} cannot be served: its paged log-probs differ from an ordinary forward's by "
             f"{difference:.3g} nats (allowed: {TOLERANCE:g}) on packed sequences of {lengths} prompt tokens. "
-            "Its attention depends on something the paged cache does not carry (position biases, its own mask, "
-            "recurrent state)."
+            "Its attention depends on something the paged cache does not carry (position biases, its own "
+            "mask, recurrent state)."
         )
     return difference
 

@@ -57,7 +57,7 @@ class PagedCache:
                 store.index_copy_(1, targets, store.index_select(1, sources))
 
     def clear(self, slots: list[int]) -> None:
-        """Zero slots that are masked but read: what a former owner left there may be NaN, and 0 * NaN is NaN."""
+        """Zero slots that are masked but read: a former owner may have left NaN there, and 0 * NaN is NaN."""
         if not slots:
             return
         index = torch.tensor(slots, device=self.device)

@@ -1,10 +1,12 @@
 """Train a language model by GRPO while it generates, on one copy of its weights.
 
-    accelerate launch recipes/grpo.py                              the embedded policy on small arithmetic, in minutes
-    accelerate launch recipes/grpo.py --config FILE.yaml           everything from a file; options override it
-    accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --dataset data.jsonl --reward rewards.py:score
+    accelerate launch recipes/grpo.py                              the embedded policy on small arithmetic, in
+    minutes accelerate launch recipes/grpo.py --config FILE.yaml           everything from a file; options
+    override it accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --dataset data.jsonl --reward
+    rewards.py:score
 
-Every field of ``GRPOConfig`` is an option. Left out on purpose: tools and environments, reward models, sharded training.
+Every field of ``GRPOConfig`` is an option. Left out on purpose: tools and environments, reward models,
+sharded training.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class RecipeArguments:
     task: str = field(
         default="arithmetic",
         metadata={
-            "help": "arithmetic, addition_chat, or reasoning_gym:NAME (extra 'tasks'). Ignored with --dataset."
+            "help": "arithmetic, addition_chat, or reasoning_gym:NAME (extra 'tasks'). Ignored with "
+            "--dataset."
         },
     )
     dataset: str | None = field(

@@ -1,7 +1,8 @@
 """Makes ``accelerate launch --cpu --num_processes N`` start N processes.
 
-With ``--cpu`` accelerate leaves several processes to ``mpirun`` and otherwise starts one, which then trains alone without a
-word. It does set the rendezvous address, though, so the case can be told apart and handed to torch's own launcher.
+With ``--cpu`` accelerate leaves several processes to ``mpirun`` and otherwise starts one, which then trains
+alone without a word. It does set the rendezvous address, though, so the case can be told apart and handed to
+torch's own launcher.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ def requested_processes(command: Sequence[str]) -> int | None:
 
 
 def start_all_processes(script: str, arguments: Sequence[str]) -> None:
-    """Replace this process by torch's launcher if accelerate was asked for more than it started; else do nothing.
+    """Replace this process by torch's launcher if accelerate was asked for more than it started; else do
+    nothing.
 
     Raises:
-        SystemExit: how many processes were asked for cannot be found out (they are in an accelerate config file).
+        SystemExit: how many processes were asked for cannot be found out (they are in an accelerate config
+        file).
     """
     if not launched_for_several(os.environ):
         return
     count = requested_processes(psutil.Process().parent().cmdline())
     if count is None:
         raise SystemExit(
-            "accelerate was told to start several CPU processes but started one. Give --num_processes on its command "
+            "accelerate was told to start several CPU processes but started one. Give --num_processes on its "
+            "command "
             "line, or use: torchrun --standalone --nproc_per_node N recipes/grpo.py"
         )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]

@@ -18,7 +18,8 @@ from rlt_train import RolloutManager
 
 @dataclass
 class RunFacts:
-    """What the callback saw of a run: times in seconds, tokens generated, and the largest staleness of a trained token."""
+    """What the callback saw of a run: times in seconds, tokens generated, and the largest staleness of a
+    trained token."""
 
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -119,7 +120,8 @@ def print_summary(console: Console, result: dict[str, Any], details: dict[str, s
     table = Table(title="summary", show_header=False)
     table.add_row(
         "held-out reward",
-        f"{result['heldout_before']:.3f} -> {result['heldout_after']:.3f}   ({result['n_heldout']} problems, sampled)",
+        f"{result['heldout_before']:.3f} -> {result['heldout_after']:.3f}   ({result['n_heldout']} problems, "
+        f"sampled)",
     )
     for name, value in details.items():
         table.add_row(name, value)

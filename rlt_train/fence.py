@@ -129,9 +129,7 @@ def _overflowed(optimizer: torch.optim.Optimizer) -> bool:
     return found is not None and bool(found)
 
 
-def _release_on_error(
-    layer: Any, innermost: torch.optim.Optimizer, fence: UpdateFence
-) -> Callable[[], None]:
+def _release_on_error(layer: Any, innermost: torch.optim.Optimizer, fence: UpdateFence) -> Callable[[], None]:
     """Wrap this instance's ``step`` so that an error in it, which skips the post-hook, releases the pause."""
     step, patched = layer.step, "step" in layer.__dict__
 

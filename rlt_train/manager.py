@@ -15,13 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rlt_train.checks import one_of
 from rlt_train.engine.engine import Engine, EngineConfig, new_group
 from rlt_train.engine.probe import probe_architecture
-from rlt_train.engine.request import Request, RolloutOutput
+from rlt_train.engine.request import Request
 from rlt_train.engine.sampling import SamplingParams
 from rlt_train.errors import EngineStoppedError, RequestError
 from rlt_train.gate import ForwardGate, Hold
 from rlt_train.handle import RolloutHandle
+from rlt_train.hooks import Event, Hooks
 from rlt_train.overlap import OverlapMeter
 from rlt_train.threads import split_threads
 from rlt_train.weights.view import GenerationView
@@ -30,9 +32,7 @@ from rlt_train.worker import EngineWorker
 logger = logging.getLogger(__name__)
 
 InFlight = Literal["keep", "recompute", "finish", "abort"]
-Event = Literal["paused", "resumed", "weights_updated", "finished"]
 IN_FLIGHT: tuple[InFlight, ...] = ("keep", "recompute", "finish", "abort")
-EVENTS: tuple[Event, ...] = ("paused", "resumed", "weights_updated", "finished")
 BACKENDS = ("auto", "torch")
 _EXIT_TIMEOUT = 10.0  # seconds that interpreter exit waits for a running forward
 
@@ -68,8 +68,8 @@ class RolloutManager:
         defaults: SamplingParams | None = None,
         **sizes: Any,
     ) -> None:
-        _one_of("in_flight", in_flight, IN_FLIGHT)
-        _one_of("attention_backend", attention_backend, BACKENDS)
+        one_of("in_flight", in_flight, IN_FLIGHT)
+        one_of("attention_backend", attention_backend, BACKENDS)
         self.config = replace(config or EngineConfig(), **sizes)
         self.view = GenerationView(model, autocast_dtype)
         self.overlap = OverlapMeter()
@@ -78,12 +78,13 @@ class RolloutManager:
         self._defaults = defaults or SamplingParams()
         self._engine_threads = split_threads(self.view.device, engine=engine_threads).engine
         self._gate = ForwardGate(on_release=self._before_resume)
-        self._hooks: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
+        self._hooks = Hooks()
         self._engine: Engine | None = None
         self._worker: EngineWorker | None = None
         self._weight_versions: list[int] = []
         self._updates: list[Hold] = []  # updates being written now; another one inside them is no surprise
         self._submitted = 0
+        _stop_at_exit(self)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -116,9 +117,8 @@ class RolloutManager:
         self.view.verify_shared()
         self._weight_versions = self.view.weight_versions()
         self._worker = EngineWorker(
-            self._engine, self._gate, self.overlap, self._engine_threads, self._guard, self._finished
+            self._engine, self._gate, self.overlap, self._engine_threads, self._guard, self._hooks.finished
         )
-        _stop_at_exit(self)
         cache = self._engine.cache
         logger.info(
             "rollout engine: %d slots of %d tokens, KV %d blocks of %d (%.1f MiB), %d thread(s), attention "
@@ -206,7 +206,7 @@ class RolloutManager:
         worker = self._running_worker()
         assert self._engine is not None
         self._engine.validate(prompt_ids, params)
-        eos = params.eos_token_ids if params.eos_token_ids is not None else eos_token_ids_of(self.view)
+        eos = params.eos_token_ids if params.eos_token_ids is not None else self.view.eos_token_ids
         group = new_group(n or 1)
         with self._gate.lock:
             number = self._submitted
@@ -270,7 +270,7 @@ class RolloutManager:
             raise RuntimeError("pause() on the engine thread (from a 'finished' hook) would wait for itself")
         hold = self._gate.pause(timeout, _granted_at_once if self._worker is None else self._worker_wait)
         try:
-            self._emit("paused")
+            self._hooks.emit("paused")
         except BaseException:
             hold.release()
             raise
@@ -307,7 +307,7 @@ class RolloutManager:
 
     def begin_update(self, in_flight: InFlight | None = None, timeout: float | None = None) -> Hold:
         """First half of ``weight_update``, for hooks that cannot keep a context manager open."""
-        policy = _one_of("in_flight", in_flight or self._in_flight, IN_FLIGHT)
+        policy = one_of("in_flight", in_flight or self._in_flight, IN_FLIGHT)
         with ExitStack() as stack:
             if policy == "finish" and self._worker is not None and self._worker.state == "running":
                 stack.enter_context(self._worker.drained(timeout))
@@ -340,8 +340,8 @@ class RolloutManager:
                     )
                     outputs = self._worker.deliver(ended) if self._worker is not None else []
                 for output in outputs:
-                    self._finished(output)
-                self._emit("weights_updated", self.policy_version)
+                    self._hooks.finished(output)
+                self._hooks.emit("weights_updated", self.policy_version)
         finally:
             hold.release()
 
@@ -354,9 +354,7 @@ class RolloutManager:
         pauses or updates, and their errors reach it. "finished" (a ``RolloutOutput``) runs on the engine
         thread; its errors are logged.
         """
-        hooks = self._hooks[_one_of("event", event, EVENTS)]
-        hooks.append(function)
-        return lambda: hooks.remove(function)
+        return self._hooks.add(event, function)
 
     def stats(self) -> dict[str, float]:
         """Counts since the manager was made: forwards, tokens, overlap, KV blocks, reused prompt tokens,
@@ -413,37 +411,11 @@ class RolloutManager:
         except BaseException as error:
             self._kill(error)
             raise
-        self._emit("resumed")
+        self._hooks.emit("resumed")
 
     def _kill(self, error: BaseException) -> None:
         if self._worker is not None:
             self._worker.kill(error)
-
-    def _emit(self, event: Event, *arguments: Any) -> None:
-        for function in list(self._hooks[event]):
-            function(*arguments)
-
-    def _finished(self, output: RolloutOutput) -> None:
-        for function in list(self._hooks["finished"]):
-            try:
-                function(output)
-            except Exception:
-                logger.exception(
-                    "a 'finished' hook failed on request %r; generation goes on", output.request_id
-                )
-
-
-def eos_token_ids_of(view: GenerationView) -> tuple[int, ...]:
-    """The model's EOS ids: its generation config's, else its config's, else none."""
-    for source in (
-        getattr(view.model, "generation_config", None),
-        view.config,
-        view.config.get_text_config(),
-    ):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    return ()
 
 
 def _token_ids(prompt_ids: Sequence[int]) -> list[int]:
@@ -460,12 +432,6 @@ def _token_ids(prompt_ids: Sequence[int]) -> list[int]:
 
 def _granted_at_once(*_: Any) -> None:
     """The wait of a pause when no engine thread exists."""
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[str]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not valid; choose from {', '.join(map(repr, allowed))}")
-    return value
 
 
 def _stop_at_exit(manager: RolloutManager) -> None:

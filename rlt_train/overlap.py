@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class EngineStep:
-    """One step of the engine; ``forward`` is set False if it turned out to need no forward (only forks, say)."""
+    """One step of the engine; ``forward`` is set False if it turned out to need no forward (only forks,
+    say)."""
 
     forward: bool = True
 

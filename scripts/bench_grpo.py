@@ -57,7 +57,7 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 
-from rlt_train.overlap import OverlapMeter  # noqa: E402
+from rlt_train.overlap import EngineStep, OverlapMeter  # noqa: E402
 from rlt_train.threads import usable_cores  # noqa: E402
 
 LEAST_WALL_SPEEDUP = 1.5
@@ -259,10 +259,10 @@ class ThreadMeter(OverlapMeter):
             yield
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> Iterator[EngineStep]:
         """See ``OverlapMeter.forward``."""
-        with self.generation.running(), super().forward():
-            yield
+        with self.generation.running(), super().forward() as step:
+            yield step
 
 
 class Window(TrainerCallback):

@@ -1,4 +1,4 @@
-"""GRPO runs on the embedded policy that several test files start: arguments, datasets, and a trainer that records."""
+"""Short GRPO runs on the embedded policy: arguments, a chat tokenizer, and a trainer that records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout callback on an ordinary ``Trainer``: usable while it trains, no trace in the weights, gone at the end."""
+"""The rollout callback on an ordinary ``Trainer``: there while it trains, and no trace of it afterwards."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ class FakeManager:
         self.on_wait: Callable[[], None] = self.finish_all
         self._length_of = length_of
 
-    def submit_group(self, prompt_ids: Sequence[int], n: int, params: SamplingParams, **_: Any) -> list[FakeHandle]:
+    def submit_group(
+        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, **_: Any
+    ) -> list[FakeHandle]:
         assert params.seed is not None
         self.submitted.append(params.seed)
         self.handles[params.seed] = [FakeHandle(self._length_of(params.seed)) for _ in range(n)]

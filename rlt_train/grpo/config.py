@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from transformers import TrainingArguments
 
+from rlt_train.checks import one_of
 from rlt_train.engine.sampling import SamplingParams
 from rlt_train.grpo.advantages import ScaleRewards
 from rlt_train.grpo.losses import ImportanceLevel, LossType
@@ -128,13 +129,13 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _choice("loss_type", self.loss_type, get_args(LossType))
-        _choice("importance_sampling_level", self.importance_sampling_level, get_args(ImportanceLevel))
+        one_of("loss_type", self.loss_type, get_args(LossType))
+        one_of("importance_sampling_level", self.importance_sampling_level, get_args(ImportanceLevel))
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        _choice("scale_rewards", self.scale_rewards, get_args(ScaleRewards))
-        _choice("in_flight", self.in_flight, [policy for policy in IN_FLIGHT if policy != "abort"])
-        _choice("attention_backend", self.attention_backend, BACKENDS)
+        one_of("scale_rewards", self.scale_rewards, get_args(ScaleRewards))
+        one_of("in_flight", self.in_flight, [policy for policy in IN_FLIGHT if policy != "abort"])
+        one_of("attention_backend", self.attention_backend, BACKENDS)
         _at_least("num_generations", self.num_generations, 2, "a group of one has no relative advantage")
         _at_least("max_completion_length", self.max_completion_length, 1)
         _at_least("max_staleness", self.max_staleness, 0, "0 is strictly on-policy")
@@ -175,11 +176,6 @@ class GRPOConfig(TrainingArguments):
             "min_p": self.min_p or 0.0,
         }
         return SamplingParams(**(values | changes))
-
-
-def _choice(name: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not valid; choose from {', '.join(map(repr, allowed))}")
 
 
 def _at_least(name: str, value: int, least: int, why: str = "") -> None:

@@ -42,8 +42,12 @@ def evaluate_prompts(
     manager.wait_for(lambda: all(group.done for group in groups), what=f"the {prefix} rollouts")
     for group in groups:
         group.collect()
-    scored = score_groups(groups, functions, tokenizer, state)
-    metrics = reward_metrics([f.name for f in functions], scored.rewards, scored.combined, len(groups))
-    metrics |= completion_metrics(scored.outputs)
-    metrics["samples"] = float(len(scored.outputs))
-    return {f"{prefix}_{name}": value for name, value in over_processes(metrics, gather).items()}
+    metrics: dict[str, float] = {}
+    samples = num_generations * len(groups)
+    if groups:  # a process may have no share when there are fewer prompts than processes
+        scored = score_groups(groups, functions, tokenizer, state)
+        metrics |= reward_metrics([f.name for f in functions], scored.rewards, scored.combined, len(groups))
+        metrics |= completion_metrics(scored.outputs)
+    combined = over_processes(metrics, gather, weight=samples)
+    combined["samples"] = float(sum(gather([samples])))
+    return {f"{prefix}_{name}": value for name, value in combined.items()}

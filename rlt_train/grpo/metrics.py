@@ -51,16 +51,18 @@ class MetricStore:
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def over_processes(summary: dict[str, float], gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+def over_processes(
+    summary: dict[str, float], gather: Callable[[list[Any]], list[Any]], weight: float = 1.0
+) -> dict[str, float]:
     """Combine the summaries of all processes: the mean of means, the maximum of maxima, the minimum of
     minima.
 
-    ``gather`` collects one object a process; a name that some processes lack is combined over the others.
+    ``gather`` collects one object a process, ``weight`` is this process's in the means; a name that some
+    processes lack is combined over the others.
     """
-    summaries = gather([summary])
     combined = MetricStore()
-    for one in summaries:
-        combined.update(one)
+    for one, its_weight in gather([(summary, weight)]):
+        combined.update(one, its_weight)
     return combined.drain()
 
 

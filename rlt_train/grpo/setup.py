@@ -91,16 +91,6 @@ def reward_functions(functions: RewardFunctions, weights: Sequence[float] | None
     return wrapped
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> tuple[int, ...]:
-    """Every id that ends a completion: the tokenizer's EOS and those of the model's generation config."""
-    generation = getattr(causal_lm_of(model), "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(ids))
-
-
 def template_kwargs(args: GRPOConfig) -> dict[str, Any]:
     """``chat_template_kwargs`` as a dictionary."""
     return _dictionary("chat_template_kwargs", args.chat_template_kwargs)

@@ -107,7 +107,8 @@ class GRPOTrainer(Trainer):
         self.metrics = MetricStore()
         self.objective = Objective(args, self.model, reference, self.processes, self.metrics)
         self._completions = CompletionLog(args.num_completions_to_print)
-        self._params = args.sampling_params(eos_token_ids=setup.stop_token_ids(tokenizer, self.model))
+        stop_ids = dict.fromkeys([*self.manager.view.eos_token_ids, tokenizer.eos_token_id])
+        self._params = args.sampling_params(eos_token_ids=tuple(i for i in stop_ids if i is not None))
         self._queue: RolloutQueue | None = None
         self._micro_batch = 0
         # First, so that other callbacks find the engine running and the fence up.
@@ -335,7 +336,8 @@ class _TrainerHooks(TrainerCallback):
         self._trainer.begin_step()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        # The fence of a dead engine raises inside the step, on this process alone: raise here, on all of them.
+        # The fence of a dead engine raises inside the step, on this process alone: raise here, on all of
+        # them.
         self._trainer.agree_alive()
 
     def on_step_end(

@@ -58,6 +58,16 @@ class GenerationView:
         """The device of the first parameter; one device is all a view supports."""
         return self._named[0][1].device
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's EOS ids: its generation config's, else its config's, else none."""
+        generation = getattr(self.model, "generation_config", None)
+        for source in (generation, self.config, self.config.get_text_config()):
+            eos = getattr(source, "eos_token_id", None)
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        return ()
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast of one forward.
 

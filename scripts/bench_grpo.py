@@ -3,25 +3,24 @@
     python scripts/bench_grpo.py --against trl
     python scripts/bench_grpo.py --against none --rounds 1
 
-Every arm is a process of its own that stays alive; a round runs all of them in turn, each a fresh training of a
-few GRPO steps, and medians over the rounds are taken, because other processes come and go. The first steps of
-a run warm up and the last ones are left out too, so that the window is the steady state, in which our engine
-generates as many tokens as are trained. Wall time and CPU time (of the whole process, all threads) are per
-optimizer step. Fails (exit code 1) if a step here is not 1.5 times faster in wall time and 1.1 times cheaper in
-CPU time than the best arm of TRL in that measure, or if the mean completion lengths differ by over 10 %.
+Every arm has a process of its own; a round runs all arms in turn, each a fresh training of a few steps, and
+medians over the rounds are taken, because other processes come and go. The first and last steps of a training
+are left out: what remains is the steady state, in which as many tokens are generated as are trained. Wall
+time and CPU time (all threads of the process) are per optimizer step. Fails (exit code 1) if a step here is
+not 1.5 times faster in wall time and 1.1 times cheaper in CPU time than TRL's best arm in that measure, or if
+the mean completion lengths differ by over 10 %.
 
-Equal in all arms: the weights (random Qwen3, 4 layers, fp32), the prompts in the same order, the completions a
-step, the probability 1/32 of EOS at every token (a property of the weights, see ``build_model``) and the cap of
-64 tokens, temperature 1 with no truncation, the reward function, the micro-batches, loss "dapo" with beta 0,
-fused AdamW at 1e-6 (so the lengths stay put), gradient clipping, no gradient checkpointing, no logging, the
-attention implementation of training (sdpa).
+Equal in all arms: the weights (random Qwen3, 4 layers, fp32), the prompts and their order, completions a step
+and a micro-batch, probability 1/32 of EOS at every token (a property of the weights, see ``build_model``)
+under a cap of 64 tokens, temperature 1 without truncation, the reward, loss "dapo" with beta 0, fused AdamW
+at 1e-6 (so lengths stay put), gradient clipping, sdpa, no gradient checkpointing, no logging.
 
-Different: here one thread trains while one generates, with ``max_staleness=1``: a step is trained on
-completions that are up to one update old. TRL generates, then trains, strictly on-policy, and has both cores
-for either, so each of its ways to generate runs with 1 and with 2 intra-op threads. ``ours_on_policy``
-(``max_staleness=0``) is shown beside and judged by nothing. Rows are paired with micro-batches as each trainer
-does it: ours by length, TRL's at random under one padded width. Sampled tokens differ, their lengths only by
-chance. TRL's continuous batching gets a cache of exactly the size that the step needs.
+Different: ours trains on one thread while it generates on another, by default on completions up to one update
+old; ``ours_on_policy`` (``max_staleness=0``) is shown and not judged. TRL generates, then trains, with 1 or 2
+intra-op threads for both. Ours puts rows of similar length into a micro-batch, TRL pads all rows of a step to
+one width. The sampled tokens differ, their lengths only by chance. TRL's continuous batching is given a cache
+and a batch that fit the step, the best of the settings that were tried; TRL's time hardly depends on the size
+of the micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import multiprocessing
 import os
 import random
 import sys
@@ -37,9 +35,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from statistics import mean, median
 from typing import Any, Literal
 
@@ -52,71 +51,62 @@ from transformers import (  # noqa: E402
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    PrinterCallback,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Trainer,
     TrainerCallback,
 )
 
 from rlt_train.overlap import EngineStep, OverlapMeter  # noqa: E402
 from rlt_train.threads import usable_cores  # noqa: E402
 
-LEAST_WALL_SPEEDUP = 1.5
-LEAST_CPU_SPEEDUP = 1.1
+LEAST_SPEEDUP = {"wall": 1.5, "cpu": 1.1}
 LENGTH_TOLERANCE = 0.1
-VOCABULARY = 2000
-PAD, EOS = 0, 1
+VOCABULARY, PAD, EOS = 2000, 0, 1
 EOS_PROBABILITY = 1 / 32
-MAX_COMPLETION = 64
-PROMPT_LENGTHS = (5, 60)
+LONGEST_COMPLETION = 64
+SHORTEST_PROMPT, LONGEST_PROMPT = 5, 60
 GROUP = 8
 WARM_UP_STEPS = 2
-TRAILING_STEPS = 2  # steps that generate less, because nothing comes after them
+TRAILING_STEPS = 2  # the last steps generate less: no step comes after them
 
-ARMS: dict[str, dict[str, Any]] = {
-    "ours": {"max_staleness": 1},
-    "ours_on_policy": {"max_staleness": 0},
-    "trl_generate_1": {"continuous_batching": False, "threads": 1},
-    "trl_generate_2": {"continuous_batching": False, "threads": 2},
-    "trl_continuous_batching_1": {"continuous_batching": True, "threads": 1},
-    "trl_continuous_batching_2": {"continuous_batching": True, "threads": 2},
-}
+Figures = dict[str, float]
 
 
 @dataclass
 class GrpoBenchArguments:
     """What is timed, and how often."""
 
-    against: Literal["trl", "none"] = field(default="trl", metadata={"help": "none times our arms alone"})
-    rounds: int = field(default=3, metadata={"help": "rounds; each runs every arm once"})
+    against: Literal["trl", "none"] = field(default="trl", metadata={"help": "none: our arms alone"})
+    rounds: int = field(default=3, metadata={"help": "each round runs every arm once"})
     steps: int = field(default=8, metadata={"help": "timed optimizer steps of a run"})
-    completions: int = field(default=64, metadata={"help": "completions of a step, a multiple of 8"})
-    micro_batch: int = field(default=16, metadata={"help": "completions of one forward and backward"})
-    quick: bool = field(
-        default=False,
-        metadata={"help": "1 round, 2 steps, 16 completions: does it run? Judges nothing"},
-    )
+    completions: int = field(default=48, metadata={"help": "completions of a step"})
+    micro_batch: int = field(default=16, metadata={"help": "completions of a forward and backward"})
+    quick: bool = field(default=False, metadata={"help": "1 round of 2 small steps, which judges nothing"})
 
     def __post_init__(self) -> None:
         if self.quick:
             self.rounds, self.steps, self.completions, self.micro_batch = 1, 2, 16, 8
-        if self.completions % GROUP or self.completions % self.micro_batch:
-            raise ValueError(
-                f"completions={self.completions} must be a multiple of {GROUP} (samples a prompt) and of "
-                f"micro_batch={self.micro_batch}"
-            )
-        if min(self.rounds, self.steps) < 1:
-            raise ValueError(f"rounds={self.rounds} and steps={self.steps} must be at least 1")
+        for name in ("rounds", "steps", "completions", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, divisor in (("the group size", GROUP), ("micro_batch", self.micro_batch)):
+            if self.completions % divisor:
+                raise ValueError(
+                    f"completions={self.completions} must be a multiple of {name}, which is {divisor}"
+                )
 
 
 # -- the workload, the same for every arm --------------------------------------------------------------------
 
 
 def build_model() -> PreTrainedModel:
-    """A random Qwen3 model in fp32 that ends a completion with probability 1/32 at every token.
+    """A random Qwen3 model in fp32 that gives EOS a probability of about 1/32 at every position.
 
     Hidden dimension 0 is a constant of 16 beside 255 of variance 1: the embedding sets it and no layer writes
-    it, so after the final norm it is close to ``16 / sqrt(511 / 256)`` at every position. Only the EOS row of
-    the head reads it; all other logits are small.
+    it, so the final norm makes about ``16 / sqrt(511 / 256)`` of it everywhere. Of the head's rows only EOS's
+    reads it, and all other logits are near 0.
     """
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -135,7 +125,7 @@ def build_model() -> PreTrainedModel:
     )
     model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     constant = 16.0
-    after_norm = constant / math.sqrt((constant**2 + 255) / 256)
+    normalised = constant / math.sqrt((constant**2 + 255) / 256)
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_()
         model.model.embed_tokens.weight[:, 0] = constant
@@ -146,7 +136,7 @@ def build_model() -> PreTrainedModel:
         model.lm_head.weight[:, 0] = 0
         model.lm_head.weight[EOS] = 0
         odds = EOS_PROBABILITY / (1 - EOS_PROBABILITY)
-        model.lm_head.weight[EOS, 0] = math.log(odds * (VOCABULARY - 1)) / after_norm
+        model.lm_head.weight[EOS, 0] = math.log(odds * (VOCABULARY - 1)) / normalised
     return model
 
 
@@ -158,40 +148,45 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_dataset(prompts: int, seed: int) -> Dataset:
-    """Prompts of 5 to 60 random tokens."""
+def build_dataset(arguments: GrpoBenchArguments, seed: int) -> Dataset:
+    """A prompt of 5 to 60 random tokens for every group of a run."""
     rng = random.Random(seed)
-    texts = [
-        " ".join(f"w{rng.randrange(2, VOCABULARY)}" for _ in range(rng.randint(*PROMPT_LENGTHS)))
-        for _ in range(prompts)
-    ]
-    return Dataset.from_dict({"prompt": texts})
+    groups = total_steps(arguments) * arguments.completions // GROUP
+    lengths = [rng.randint(SHORTEST_PROMPT, LONGEST_PROMPT) for _ in range(groups)]
+    prompts = [" ".join(f"w{rng.randrange(2, VOCABULARY)}" for _ in range(length)) for length in lengths]
+    return Dataset.from_dict({"prompt": prompts})
 
 
 class LengthReward:
-    """Prefers completions of 20 tokens, and keeps all the lengths it saw."""
+    """Prefers completions of 20 tokens, and counts the tokens it saw."""
 
     __name__ = "length_reward"
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
+        self.tokens = 0
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """TRL's contract of a reward function."""
+        """A reward function under TRL's contract."""
         lengths = [len(ids) for ids in completion_ids]
-        self.lengths += lengths
-        return [-abs(length - 20) / MAX_COMPLETION for length in lengths]
+        self.tokens += sum(lengths)
+        return [-abs(length - 20) / LONGEST_COMPLETION for length in lengths]
 
 
-def training_arguments(arguments: GrpoBenchArguments, seed: int, folder: str) -> dict[str, Any]:
-    """What both trainers' configurations are given alike."""
+def total_steps(arguments: GrpoBenchArguments) -> int:
+    """Optimizer steps of a run, with those before and after the timed ones."""
+    return WARM_UP_STEPS + arguments.steps + TRAILING_STEPS
+
+
+def common_config(arguments: GrpoBenchArguments, seed: int, folder: str) -> dict[str, Any]:
+    """The configuration that both trainers are given."""
     return {
         "output_dir": folder,
-        "max_steps": WARM_UP_STEPS + arguments.steps + TRAILING_STEPS,
+        "seed": seed,
+        "max_steps": total_steps(arguments),
         "per_device_train_batch_size": arguments.micro_batch,
         "gradient_accumulation_steps": arguments.completions // arguments.micro_batch,
         "num_generations": GROUP,
-        "max_completion_length": MAX_COMPLETION,
+        "max_completion_length": LONGEST_COMPLETION,
         "shuffle_dataset": False,
         "temperature": 1.0,
         "top_p": 1.0,
@@ -209,7 +204,6 @@ def training_arguments(arguments: GrpoBenchArguments, seed: int, folder: str) ->
         "disable_tqdm": True,
         "use_cpu": True,
         "dataloader_pin_memory": False,
-        "seed": seed,
     }
 
 
@@ -218,7 +212,7 @@ def training_arguments(arguments: GrpoBenchArguments, seed: int, folder: str) ->
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Wall and CPU seconds spent in a part of a step; ``cpu_clock`` decides whose CPU time."""
+    """Wall and CPU seconds of a part of a step; ``cpu_clock`` says whose CPU time."""
 
     cpu_clock: Callable[[], float]
     wall: float = 0.0
@@ -245,37 +239,34 @@ class Stopwatch:
 
 
 class ThreadMeter(OverlapMeter):
-    """An overlap meter that also takes the CPU time of the two threads, each with one intra-op thread."""
+    """An overlap meter that also takes each side's CPU time; both sides run on one thread each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.generation = Stopwatch(time.thread_time)
-        self.compute = Stopwatch(time.thread_time)
+        self.generation_watch = Stopwatch(time.thread_time)
+        self.training_watch = Stopwatch(time.thread_time)
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """See ``OverlapMeter.training``."""
-        with self.compute.running(), super().training():
+        with self.training_watch.running(), super().training():
             yield
 
     @contextmanager
     def forward(self) -> Iterator[EngineStep]:
         """See ``OverlapMeter.forward``."""
-        with self.generation.running(), super().forward() as step:
+        with self.generation_watch.running(), super().forward() as step:
             yield step
 
 
-class Window(TrainerCallback):
-    """Reads every counter at the two ends of the timed steps.
+class TimedSteps(TrainerCallback):
+    """Reads all totals at both ends of the timed steps; ``per_step`` is their increase a step."""
 
-    ``read`` returns running totals by name; ``per_step`` has their increase divided by the timed steps.
-    """
-
-    def __init__(self, steps: int, read: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, steps: int, read: Callable[[], Figures]) -> None:
         self._steps = steps
         self._read = read
-        self._start: dict[str, float] = {}
-        self.per_step: dict[str, float] = {}
+        self._start: Figures = {}
+        self.per_step: Figures = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After every optimizer step."""
@@ -286,210 +277,186 @@ class Window(TrainerCallback):
             self.per_step = {name: (now[name] - self._start[name]) / self._steps for name in now}
 
 
+def train_timed(trainer: Trainer, steps: int, read: Callable[[], Figures]) -> Figures:
+    """Train, and return wall and CPU time and what ``read`` totals, per timed step."""
+    timed = TimedSteps(steps, read)
+    trainer.add_callback(timed)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return timed.per_step
+
+
 # -- the arms ------------------------------------------------------------------------------------------------
 
 
-def run_ours(arguments: GrpoBenchArguments, seed: int, max_staleness: int) -> dict[str, float]:
-    """One training of ours; returns what ``Window`` measured, per step."""
+def run_ours(arguments: GrpoBenchArguments, seed: int, max_staleness: int) -> Figures:
+    """One training of ours."""
     from rlt_train.grpo import GRPOConfig, GRPOTrainer
 
     reward, meter = LengthReward(), ThreadMeter()
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            **training_arguments(arguments, seed, folder),
-            max_staleness=max_staleness,
-            training_threads=1,
-            engine_threads=1,
-        )
-        trainer = GRPOTrainer(
-            build_model(),
-            reward,
-            config,
-            build_dataset(config.max_steps * config.groups_per_step, seed),
-            processing_class=build_tokenizer(),
-        )
+        common = common_config(arguments, seed, folder)
+        config = GRPOConfig(**common, max_staleness=max_staleness, training_threads=1, engine_threads=1)
+        dataset = build_dataset(arguments, seed)
+        trainer = GRPOTrainer(build_model(), reward, config, dataset, processing_class=build_tokenizer())
         trainer.manager.overlap = meter
 
-        def read() -> dict[str, float]:
+        def read() -> Figures:
             return {
-                "generation_wall": meter.generation.wall,
-                "generation_cpu": meter.generation.cpu,
-                "training_wall": meter.compute.wall,
-                "training_cpu": meter.compute.cpu,
-                "trained_tokens": sum(reward.lengths),
+                "generation_wall": meter.generation_watch.wall,
+                "generation_cpu": meter.generation_watch.cpu,
+                "training_wall": meter.training_watch.wall,
+                "training_cpu": meter.training_watch.cpu,
+                "trained_tokens": reward.tokens,
                 "generated_tokens": trainer.manager.stats()["tokens_generated"],
             }
 
-        window = Window(arguments.steps, read)
-        trainer.add_callback(window)
-        trainer.train()
-    return window.per_step
+        return train_timed(trainer, arguments.steps, read)
 
 
-def run_trl(
-    arguments: GrpoBenchArguments, seed: int, continuous_batching: bool, threads: int
-) -> dict[str, float]:
-    """One training of TRL; returns what ``Window`` measured, per step."""
+def run_trl(arguments: GrpoBenchArguments, seed: int, continuous: bool) -> Figures:
+    """One training of TRL, with as many intra-op threads as this process has."""
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(threads)
     reward = LengthReward()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            **training_arguments(arguments, seed, folder),
-            use_transformers_continuous_batching=continuous_batching,
-            transformers_continuous_batching_config=continuous_batching_sizes(arguments),
+            **common_config(arguments, seed, folder),
+            use_transformers_continuous_batching=continuous,
+            transformers_continuous_batching_config=continuous_batching_sizes(arguments.completions),
         )
-        trainer = GRPOTrainer(
-            build_model(),
-            reward,
-            config,
-            build_dataset(config.max_steps * arguments.completions // GROUP, seed),
-            processing_class=build_tokenizer(),
-        )
+        dataset = build_dataset(arguments, seed)
+        trainer = GRPOTrainer(build_model(), reward, config, dataset, processing_class=build_tokenizer())
         generation, inputs, step = (Stopwatch(time.process_time) for _ in range(3))
         trainer._generate_single_turn = generation.around(trainer._generate_single_turn)
         trainer._prepare_inputs = inputs.around(trainer._prepare_inputs)
         trainer.training_step = step.around(trainer.training_step)
 
-        def read() -> dict[str, float]:
+        def read() -> Figures:
             return {
                 "generation_wall": generation.wall,
                 "generation_cpu": generation.cpu,
-                # A training step fetches its inputs (generation, rewards), then goes forward and backward.
+                # A training step first prepares its inputs (generation, rewards), then goes forward and back.
                 "training_wall": step.wall - inputs.wall,
                 "training_cpu": step.cpu - inputs.cpu,
-                "trained_tokens": sum(reward.lengths),
-                "generated_tokens": sum(reward.lengths),
+                "trained_tokens": reward.tokens,
+                "generated_tokens": reward.tokens,
             }
 
-        window = Window(arguments.steps, read)
-        trainer.add_callback(window)
-        trainer.train()
-    return window.per_step
+        return train_timed(trainer, arguments.steps, read)
 
 
-def continuous_batching_sizes(arguments: GrpoBenchArguments) -> dict[str, int]:
-    """Room for every completion of a step at full length, and for all their prompts in one forward."""
-    page = 16
-    pages = math.ceil((PROMPT_LENGTHS[1] + MAX_COMPLETION) / page) + 1
+def continuous_batching_sizes(completions: int) -> dict[str, int]:
+    """Room for all completions of a step at once at their full length, and few more tokens a forward."""
+    page_size = 16
+    pages = math.ceil((LONGEST_PROMPT + LONGEST_COMPLETION) / page_size) + 1
     return {
-        "page_size": page,
-        "num_blocks": arguments.completions * pages,
-        "max_batch_tokens": arguments.completions * PROMPT_LENGTHS[1],
+        "page_size": page_size,
+        "num_blocks": completions * pages,
+        "max_batch_tokens": max(4 * completions, 2 * LONGEST_PROMPT),
+        "max_requests_per_batch": completions,
     }
 
 
-def serve(connection: Connection, arm: str, arguments: GrpoBenchArguments) -> None:
-    """The process of one arm: run it once for every seed received, until ``None``."""
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What an arm runs, and the intra-op threads of its process's main thread."""
+
+    run: Callable[..., Figures]
+    options: dict[str, Any]
+    threads: int = 1
+
+
+ARMS = {
+    "ours": Arm(run_ours, {"max_staleness": 1}),
+    "ours_on_policy": Arm(run_ours, {"max_staleness": 0}),
+    "trl_generate.threads_1": Arm(run_trl, {"continuous": False}),
+    "trl_generate.threads_2": Arm(run_trl, {"continuous": False}, threads=2),
+    "trl_continuous_batching.threads_1": Arm(run_trl, {"continuous": True}),
+    "trl_continuous_batching.threads_2": Arm(run_trl, {"continuous": True}, threads=2),
+}
+
+
+def start_process(threads: int) -> ProcessPoolExecutor:
+    """A process that stays alive, with ``threads`` intra-op threads."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # inherited, for the threads that it starts
+    pool = ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+    pool.submit(prepare_process, threads).result()
+    return pool
+
+
+def prepare_process(threads: int) -> None:
+    """Runs first in every arm's process."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    run = run_ours if arm.startswith("ours") else run_trl
-    while (seed := connection.recv()) is not None:
-        connection.send(run(arguments, seed, **ARMS[arm]))
+    torch.set_num_threads(threads)
 
 
-class Arm:
-    """One arm's process, with the OpenMP default of its thread count."""
-
-    def __init__(self, name: str, arguments: GrpoBenchArguments) -> None:
-        self.name = name
-        self.measured: list[dict[str, float]] = []
-        os.environ["OMP_NUM_THREADS"] = str(ARMS[name].get("threads", 1))
-        context = multiprocessing.get_context("spawn")
-        self._connection, remote = context.Pipe()
-        self._process = context.Process(target=serve, args=(remote, name, arguments), daemon=True)
-        self._process.start()
-        remote.close()  # so that the process's death ends a wait here
-
-    def run(self, seed: int) -> None:
-        """Run once, and keep what was measured.
-
-        Raises:
-            RuntimeError: the process died; its traceback is on stderr.
-        """
-        self._connection.send(seed)
-        try:
-            self.measured.append(self._connection.recv())
-        except EOFError:
-            raise RuntimeError(f"the process of arm {self.name!r} died; see the traceback above") from None
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process.is_alive():
-            self._connection.send(None)
-            self._process.join(30)
-
-    def summary(self, arguments: GrpoBenchArguments) -> dict[str, float]:
-        """Medians over the rounds, seconds and tokens per step; lengths are means over all of them."""
-        figures = {name: median(run[name] for run in self.measured) for name in self.measured[0]}
-        figures["mean_length"] = mean(run["trained_tokens"] for run in self.measured) / arguments.completions
-        return {name: round(value, 3) for name, value in figures.items()}
+def run_arm(name: str, arguments: GrpoBenchArguments, seed: int) -> Figures:
+    """Runs in an arm's process."""
+    return ARMS[name].run(arguments, seed, **ARMS[name].options)
 
 
-def measure(arguments: GrpoBenchArguments) -> dict[str, dict[str, float]]:
-    """Run all rounds; the summary of every arm by name."""
-    chosen = [name for name in ARMS if arguments.against == "trl" or name.startswith("ours")]
-    arms = [Arm(name, arguments) for name in chosen]
-    try:
-        for number in range(arguments.rounds):
-            for arm in arms:
-                arm.run(seed=number)
-                last = arm.measured[-1]
-                print(
-                    f"round {number + 1}, {arm.name}: {last['wall']:.2f} s wall, {last['cpu']:.2f} s CPU",
-                    flush=True,
-                )
-        return {arm.name: arm.summary(arguments) for arm in arms}
-    finally:
-        for arm in arms:
-            arm.close()
+def measure(arguments: GrpoBenchArguments) -> dict[str, Figures]:
+    """Run all rounds; by arm the medians over the rounds, per step, and the mean length over all of them."""
+    names = [name for name in ARMS if arguments.against == "trl" or name.startswith("ours")]
+    measured: dict[str, list[Figures]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        processes = {name: stack.enter_context(start_process(ARMS[name].threads)) for name in names}
+        for seed in range(arguments.rounds):
+            for name, process in processes.items():
+                run = process.submit(run_arm, name, arguments, seed).result()
+                measured[name].append(run)
+                print(f"round {seed + 1}, {name}: {run['wall']:.2f} s, CPU {run['cpu']:.2f} s", flush=True)
+    summaries = {}
+    for name, runs in measured.items():
+        summary = {figure: median(run[figure] for run in runs) for figure in runs[0]}
+        summary["mean_length"] = mean(run["trained_tokens"] for run in runs) / arguments.completions
+        summaries[name] = {figure: round(value, 3) for figure, value in summary.items()}
+    return summaries
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------
 
 
-def figures(arguments: GrpoBenchArguments, arms: dict[str, dict[str, float]]) -> dict[str, Any]:
+def figures(arguments: GrpoBenchArguments, arms: dict[str, Figures]) -> dict[str, Any]:
     """What the JSON line holds."""
-    result: dict[str, Any] = {"speedup_wall": None, "speedup_cpu": None}
-    theirs = {name: arm for name, arm in arms.items() if name.startswith("trl")}
-    for measure_name in ("wall", "cpu"):
-        if theirs:
-            best = min(arm[measure_name] for arm in theirs.values())
-            result[f"speedup_{measure_name}"] = round(best / arms["ours"][measure_name], 3)
-    result["ours"] = arms["ours"]
-    result["ours_on_policy"] = arms["ours_on_policy"]
-    for way in ("trl_generate", "trl_continuous_batching"):
-        result[way] = {
-            f"threads_{threads}": arms[f"{way}_{threads}"] for threads in (1, 2) if f"{way}_{threads}" in arms
-        }
+    result: dict[str, Any] = {}
+    for clock in LEAST_SPEEDUP:
+        theirs = [arm[clock] for name, arm in arms.items() if name.startswith("trl")]
+        result[f"speedup_{clock}"] = round(min(theirs) / arms["ours"][clock], 3) if theirs else None
+    for name, arm in arms.items():
+        way, _, threads = name.partition(".")
+        if threads:
+            result.setdefault(way, {})[threads] = arm
+        else:
+            result[way] = arm
     load = round(os.getloadavg()[0], 2)
-    return result | {"arguments": asdict(arguments), "cores": usable_cores(), "load_average": load}
+    return result | asdict(arguments) | {"cores": usable_cores(), "load_average": load}
 
 
-def failed_claims(result: dict[str, Any], arms: dict[str, dict[str, float]]) -> list[str]:
+def failed_claims(result: dict[str, Any], arms: dict[str, Figures]) -> list[str]:
     """One sentence for each claim that does not hold."""
     found = []
-    for name, least in (("wall", LEAST_WALL_SPEEDUP), ("cpu", LEAST_CPU_SPEEDUP)):
-        speedup = result[f"speedup_{name}"]
+    for clock, least in LEAST_SPEEDUP.items():
+        speedup = result[f"speedup_{clock}"]
         if speedup is not None and speedup < least:
-            found.append(f"a step takes {speedup} times less {name} time than TRL's best arm, below {least}")
-    lengths = [arm["mean_length"] for arm in arms.values()]
-    if max(lengths) > min(lengths) * (1 + LENGTH_TOLERANCE):
-        found.append(f"the mean completion lengths differ ({lengths}): the arms did not do the same work")
+            found.append(f"the {clock} time of a step is {speedup} times below TRL's best, not {least} times")
+    lengths = {name: arm["mean_length"] for name, arm in arms.items()}
+    if max(lengths.values()) > min(lengths.values()) * (1 + LENGTH_TOLERANCE):
+        found.append(f"the mean completion lengths differ, so the arms did unequal work: {lengths}")
     return found
 
 
-def print_table(arms: dict[str, dict[str, float]]) -> None:
-    """Wall and CPU seconds per step, in all and in the two parts."""
-    print(f"\n{'seconds per step':<27}{'all':^16}{'generation':^16}{'training':^16}{'mean':>8}{'tokens':>9}")
-    print(f"{'':<27}" + f"{'wall':>8}{'CPU':>8}" * 3 + f"{'length':>8}{'a step':>9}")
+def print_table(arms: dict[str, Figures]) -> None:
+    """Wall and CPU seconds per step, of all and of its two parts."""
+    print(f"\n{'seconds per step':<36}{'all':>9}{'generation':>17}{'training':>15}{'mean':>15}{'tokens':>9}")
+    print(f"{'':<36}" + f"{'wall':>8}{'CPU':>7}" * 3 + f"{'length':>9}{'a step':>9}")
     for name, arm in arms.items():
-        parts = [
-            arm[key] for part in ("", "generation_", "training_") for key in (f"{part}wall", f"{part}cpu")
-        ]
-        print(f"{name:<27}" + "".join(f"{value:>8.2f}" for value in parts), end="")
-        print(f"{arm['mean_length']:>8.1f}{arm['generated_tokens']:>9.0f}")
+        print(f"{name:<36}", end="")
+        for part in ("", "generation_", "training_"):
+            print(f"{arm[part + 'wall']:>8.2f}{arm[part + 'cpu']:>7.2f}", end="")
+        print(f"{arm['mean_length']:>9.1f}{arm['generated_tokens']:>9.0f}")
 
 
 def main() -> int:
@@ -498,16 +465,12 @@ def main() -> int:
     arms = measure(arguments)
     result = figures(arguments, arms)
     print_table(arms)
-    print(f"speed-up over TRL's best arm: wall {result['speedup_wall']}, CPU {result['speedup_cpu']}")
+    print(f"TRL's best over ours: wall {result['speedup_wall']}, CPU {result['speedup_cpu']}\n")
     failures = [] if arguments.quick else failed_claims(result, arms)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
-    if failures and result["load_average"] > result["cores"] + 0.5:
-        print(
-            "other processes ran on these cores (see load_average): wall times mean little; run again on an "
-            "idle machine",
-            file=sys.stderr,
-        )
+    if result["load_average"] > result["cores"] + 0.5:
+        print("other processes ran on these cores (see load_average): trust no wall time", file=sys.stderr)
     print(json.dumps(result))
     return int(bool(failures))
 

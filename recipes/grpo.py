@@ -67,7 +67,7 @@ class RecipeArguments:
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[RecipeArguments, GRPOConfig]:
     """Options, then the YAML file, then defaults; unknown names fail."""
-    parser = HfArgumentParser((RecipeArguments, GRPOConfig), description=__doc__)
+    parser = HfArgumentParser((RecipeArguments, GRPOConfig), description=__doc__, allow_abbrev=False)
     early = HfArgumentParser(RecipeArguments, add_help=False)
     first, _ = early.parse_known_args(arguments)
     path = Path(first.config) if first.config else CONFIGS / f"{first.model}.yaml"

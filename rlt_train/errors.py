@@ -33,3 +33,7 @@ class EngineStoppedError(RuntimeError):
 
 class PauseTimeoutError(TimeoutError):
     """A pause was not granted within its timeout; the hold has been given back."""
+
+
+class PeerFailedError(EngineDeadError):
+    """Another data parallel process failed; the message names it and its cause."""

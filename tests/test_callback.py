@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,14 +197,18 @@ def test_everything_comes_down_when_training_fails(tmp_path: Path, where: str) -
         rollouts.manager.submit(prompt(5), PARAMS)
 
 
-def test_training_again_at_once_after_a_failure(tmp_path: Path) -> None:
-    """The watch of the failed run, which looks twice a second, must not end the next one."""
+def test_training_again_before_the_failed_run_has_been_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch of the failed run looks twice a second; it must not end the next run."""
+    noticed: list[Callable[[], None]] = []
+    monkeypatch.setattr("rlt_train.callback._watch_frame", lambda frame, gone: noticed.append(gone))
     rollouts = rollout_callback()
     fault = FailingCallback()
 
-    class Slow(TrainerCallback):
+    class NoticeLate(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(0.3)
+            noticed[0]()
             assert rollouts.manager is not None
             rollouts.manager.submit(prompt(5), PARAMS).result(WAIT)
 
@@ -211,9 +216,9 @@ def test_training_again_at_once_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(Injected):
         trainer.train()
     trainer.remove_callback(fault)
-    trainer.add_callback(Slow())
+    trainer.add_callback(NoticeLate())
     trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == 4 and len(noticed) == 2
     wait_until_gone()
     assert_no_fence(trainer.optimizer, trainer.model)
 

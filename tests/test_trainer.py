@@ -411,11 +411,13 @@ def test_with_bound_0_training_begins_before_the_step_has_decoded(tmp_path: Path
     assert not held_in_vain
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (0.7, 2)])
 def test_behaviour_logprobs_are_the_trainers_own_at_learning_rate_0(
-    tmp_path: Path, temperature: float
+    tmp_path: Path, temperature: float, top_k: int
 ) -> None:
-    trainer = arithmetic_trainer(tmp_path, learning_rate=0.0, temperature=temperature, max_steps=3)
+    trainer = arithmetic_trainer(
+        tmp_path, learning_rate=0.0, temperature=temperature, top_k=top_k, max_steps=3
+    )
 
     def generate() -> list[tuple[list[int], list[float]]]:
         params = SamplingParams(max_new_tokens=6, temperature=temperature, seed=7)

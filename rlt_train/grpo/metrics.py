@@ -16,8 +16,11 @@ from rlt_train.engine.request import RolloutOutput
 
 
 class MetricStore:
-    """Values since the last log line. Names ending in ``/max`` keep the maximum, ``/min`` the minimum, others
-    the mean."""
+    """Values since the last log line.
+
+    Names whose last part is ``max`` or starts with ``max_`` keep the maximum, likewise ``min``; others the
+    mean.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)
@@ -44,9 +47,10 @@ class MetricStore:
 
     def _summarise(self, name: str) -> float:
         values, weights = self._values[name], self._weights[name]
-        if name.endswith("/max"):
+        last = name.rsplit("/", 1)[-1]
+        if last == "max" or last.startswith("max_"):
             return max(values)
-        if name.endswith("/min"):
+        if last == "min" or last.startswith("min_"):
             return min(values)
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
@@ -132,3 +136,11 @@ class CompletionLog:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in value)
+
+
+def describe_run(facts: Mapping[str, Any]) -> None:
+    """Add facts that only a started run knows to the configuration of the open wandb run, if there is one."""
+    import wandb
+
+    if wandb.run is not None:
+        wandb.config.update(dict(facts), allow_val_change=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlt_train.errors import EngineDeadError
+from rlt_train.errors import PeerFailedError
 
 
 class Processes:
@@ -29,7 +29,7 @@ class Processes:
         """Raise on every process if any of them has an error; each process must call at the same point.
 
         Raises:
-            The own error, where there is one; else ``EngineDeadError`` naming the failed process and its
+            The own error, where there is one; else ``PeerFailedError`` naming the failed process and its
             cause.
         """
         failures = self.gather([None if error is None else f"{type(error).__name__}: {error}"])
@@ -37,4 +37,4 @@ class Processes:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise EngineDeadError(f"process {rank} failed, so process {self.rank} stops too: {failure}")
+                raise PeerFailedError(f"process {rank} failed, so process {self.rank} stops too: {failure}")

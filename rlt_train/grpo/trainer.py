@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rlt_train.callback import RolloutSession, autocast_dtype_of
 from rlt_train.engine.engine import EngineConfig
-from rlt_train.errors import EngineDeadError
+from rlt_train.errors import EngineDeadError, PeerFailedError
 from rlt_train.grpo import setup
 from rlt_train.grpo.config import GRPOConfig
 from rlt_train.grpo.evaluation import evaluate_prompts
@@ -29,6 +29,7 @@ from rlt_train.grpo.metrics import (
     CompletionLog,
     MetricStore,
     completion_metrics,
+    describe_run,
     over_processes,
     reward_metrics,
 )
@@ -230,6 +231,8 @@ class GRPOTrainer(Trainer):
             self.begin_step()
             assert self._queue is not None
             rows = self._queue.take(self.state.global_step, self.args.per_device_train_batch_size)
+        except PeerFailedError:
+            raise  # agreed on already
         except Exception as caught:  # one process's failure must not leave the others waiting in a collective
             error = caught
         self.processes.agree(error)
@@ -245,7 +248,15 @@ class GRPOTrainer(Trainer):
         self.processes.agree(error)
 
     def _score(self, groups: Sequence[RolloutGroup]) -> list[TrainingRow]:
-        scored = score_groups(groups, self.reward_functions, self.processing_class, self.state)
+        error: Exception | None = None
+        try:
+            scored = score_groups(groups, self.reward_functions, self.processing_class, self.state)
+        except Exception as caught:
+            error = caught
+        if self.args.scale_rewards == "batch":
+            self.processes.agree(error)  # the others are about to exchange rewards with this process
+        elif error is not None:
+            raise error
         gather, rank = self.processes.gather, self.processes.rank
         rows = training_rows(scored, self.args.num_generations, self.args.scale_rewards, gather, rank)
         names = [function.name for function in self.reward_functions]
@@ -328,12 +339,20 @@ class _TrainerHooks(TrainerCallback):
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
+        self._described = False
 
     def on_train_begin(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer.session.open(kwargs["optimizer"], args)
         self._trainer.begin_step()
+
+    def on_step_begin(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and "wandb" in args.report_to and not self._described:
+            self._described = True
+            describe_run({"attention": self._trainer.manager.attention_info})
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         # The fence of a dead engine raises inside the step, on this process alone: raise here, on all of

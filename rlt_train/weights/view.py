@@ -117,8 +117,9 @@ class GenerationView:
     def refuse_unfenced_write(self, versions: list[int]) -> None:
         """Compare the version counters with ``versions`` (taken at the last resume).
 
-        ``p.data.add_()`` does not move the counter and cannot be seen here; ``scripts/verify_weights.py``
-        would.
+        ``p.data.add_()`` and PyTorch's fused optimizer kernels do not move the counter and cannot be seen
+        here (``scripts/verify_weights.py`` sees them). Fenced steps of fused optimizers are safe: the fence
+        moves the policy version whatever the counters say.
 
         Raises:
             UnfencedWriteError: names the first parameter that was written outside the fence.

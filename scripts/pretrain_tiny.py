@@ -54,9 +54,9 @@ class PretrainArguments:
     max_steps: int = field(default=1000, metadata={"help": "give up after this many optimizer steps"})
     batch_size: int = field(default=64, metadata={"help": "problems in a step"})
     learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's learning rate after warm-up"})
-    window_low: float = field(default=0.44, metadata={"help": "lowest held-out sampled accuracy to stop at"})
+    window_low: float = field(default=0.50, metadata={"help": "lowest held-out sampled accuracy to stop at"})
     window_high: float = field(
-        default=0.50, metadata={"help": "highest held-out sampled accuracy to stop at"}
+        default=0.55, metadata={"help": "highest held-out sampled accuracy to stop at"}
     )
     hidden_size: int = field(default=96, metadata={"help": "width of the model, a multiple of 8"})
     layers: int = field(default=2, metadata={"help": "number of layers"})

@@ -83,6 +83,14 @@ class GRPOConfig(TrainingArguments):
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit max_completion_length out of the loss."}
     )
+    skip_zero_advantages: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave rows of advantage 0 out of forward and backward: without a KL term they give no "
+            "gradient. "
+            "Entropy and ratio metrics then leave them out too."
+        },
+    )
 
     # Training while generating
     max_staleness: int = field(
@@ -142,6 +150,11 @@ class GRPOConfig(TrainingArguments):
         for name in ("rollouts_in_flight", "max_prompt_length", "num_generations_eval"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.skip_zero_advantages and self.beta:
+            raise ValueError(
+                f"skip_zero_advantages with beta={self.beta}: the KL term gives every row a gradient; unset "
+                f"one of them"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature={self.temperature} must be above 0: greedy completions of a group are all the "

@@ -135,6 +135,7 @@ def token_weights(
     active: Sequence[bool] | Tensor | None = None,
     rows_in_step: int | None = None,
     tokens_in_step: int | None = None,
+    tokens_in_micro_batch: int | None = None,
     micro_batches: int | None = None,
     max_completion_length: int | None = None,
     num_processes: int = 1,
@@ -161,6 +162,8 @@ def token_weights(
         active: [rows] bool; None: all.
         rows_in_step: rows of this process in the whole step, inactive ones included (grpo, dr_grpo).
         tokens_in_step: active tokens of all processes in the whole step, TRL's `num_items_in_batch` (dapo).
+        tokens_in_micro_batch: active tokens of this micro-batch, where it has rows that are not among these
+            (bnpo); None: these rows are all.
         micro_batches: micro-batches of this process in the whole step (bnpo).
         max_completion_length: the configured limit in tokens, not the longest row (dr_grpo).
         num_processes: data-parallel processes (dapo).

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlt_train.grpo.config import GRPOConfig
 from rlt_train.grpo.losses import policy_loss, token_weights
 from rlt_train.grpo.metrics import MetricStore
-from rlt_train.grpo.packing import PaddedBatch
+from rlt_train.grpo.packing import PaddedBatch, TrainingRow
 from rlt_train.grpo.policy import PolicyHead
 from rlt_train.grpo.processes import Processes
 
@@ -43,13 +43,24 @@ class Objective:
         self._reference_head = None if reference is None else PolicyHead(reference, args.logprob_chunk_tokens)
         self._loss = 0.0
         self._tokens = 0
+        self._micro_tokens = 0
+
+    def admit(self, rows: list[TrainingRow]) -> list[TrainingRow]:
+        """Count a micro-batch's tokens and return the rows to run: all, or with ``skip_zero_advantages``
+        those that give a gradient (one at least, so that every process runs its backward)."""
+        masked = self._args.mask_truncated_completions
+        self._micro_tokens = sum(len(row.completion_ids) for row in rows if not (masked and row.truncated))
+        self._tokens += self._micro_tokens
+        if not self._args.skip_zero_advantages:
+            return rows
+        return [row for row in rows if row.advantage != 0.0] or rows[-1:]
 
     def loss(self, model: nn.Module, batch: PaddedBatch, policy_version: int) -> Tensor:
         """The weighted token loss of one micro-batch; the gradients of a step's micro-batches add up.
 
         Args:
             model: the policy as the trainer wraps it.
-            batch: on the model's device.
+            batch: the rows that ``admit`` returned, on the model's device.
             policy_version: of the weights in training, to report staleness.
         """
         args = self._args
@@ -71,7 +82,6 @@ class Objective:
         )
         tokens = int(result.active_tokens)
         self._loss += result.loss.item()
-        self._tokens += tokens
         self._metrics.update(result.metrics, weight=tokens)
         self._report(batch, mask, logps.detach(), entropies, policy_version)
         return result.loss
@@ -99,6 +109,7 @@ class Objective:
             active=active,
             rows_in_step=args.completions_per_step,
             tokens_in_step=self._nominal_tokens(),
+            tokens_in_micro_batch=self._micro_tokens,
             micro_batches=args.gradient_accumulation_steps,
             max_completion_length=args.max_completion_length,
             num_processes=self._processes.count,

@@ -198,12 +198,14 @@ class GRPOTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch = pad_rows(self._next_rows(), self.processing_class.pad_token_id).to(self.args.device)
+        rows = self._next_rows()
+        trained = self.objective.admit(rows)
+        batch = pad_rows(trained, self.processing_class.pad_token_id).to(self.args.device)
         with self.manager.overlap.training():
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch)
             self.accelerator.backward(loss)
-        self.state.num_input_tokens_seen += int(batch.attention_mask.sum()) * self.processes.count
+        self.state.num_input_tokens_seen += sum(row.total_length for row in rows) * self.processes.count
         self._micro_batch += 1
         step_loss = 0.0  # reported once a step, when its normaliser is known
         if self._micro_batch == self.args.gradient_accumulation_steps:

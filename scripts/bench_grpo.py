@@ -20,7 +20,8 @@ old; ``ours_on_policy`` (``max_staleness=0``) is shown and not judged. TRL gener
 intra-op threads for both. Ours puts rows of similar length into a micro-batch, TRL pads all rows of a step to
 one width. The sampled tokens differ, their lengths only by chance. TRL's continuous batching is given a cache
 and a batch that fit the step, the best of the settings that were tried; TRL's time hardly depends on the size
-of the micro-batch.
+of the micro-batch. With other work on the cores TRL's two threads wait for each other at every operation, so
+run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -81,21 +82,20 @@ class GrpoBenchArguments:
     against: Literal["trl", "none"] = field(default="trl", metadata={"help": "none: our arms alone"})
     rounds: int = field(default=3, metadata={"help": "each round runs every arm once"})
     steps: int = field(default=8, metadata={"help": "timed optimizer steps of a run"})
-    completions: int = field(default=48, metadata={"help": "completions of a step"})
+    completions: int = field(default=32, metadata={"help": "completions of a step"})
     micro_batch: int = field(default=16, metadata={"help": "completions of a forward and backward"})
     quick: bool = field(default=False, metadata={"help": "1 round of 2 small steps, which judges nothing"})
 
     def __post_init__(self) -> None:
         if self.quick:
             self.rounds, self.steps, self.completions, self.micro_batch = 1, 2, 16, 8
-        for name in ("rounds", "steps", "completions", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name, divisor in (("the group size", GROUP), ("micro_batch", self.micro_batch)):
-            if self.completions % divisor:
-                raise ValueError(
-                    f"completions={self.completions} must be a multiple of {name}, which is {divisor}"
-                )
+        if min(self.rounds, self.steps, self.completions, self.micro_batch) < 1:
+            raise ValueError("rounds, steps, completions and micro_batch must be at least 1")
+        if self.completions % GROUP or self.completions % self.micro_batch:
+            raise ValueError(
+                f"completions={self.completions} must be a multiple of {GROUP} (a group) and of micro_batch="
+                f"{self.micro_batch}"
+            )
 
 
 # -- the workload, the same for every arm --------------------------------------------------------------------

@@ -33,7 +33,7 @@ class EngineConfig:
         block_size: tokens a KV block.
         max_tokens_per_step: tokens a forward computes at most (chunked prefill beside decode); ``None`` picks
         the larger
-            of 512 and ``rollouts_in_flight``.
+            of 256 and ``rollouts_in_flight``, which bounds how long a pause waits.
         seed: the run's part of every request's random stream.
     """
 
@@ -87,7 +87,7 @@ class Engine:
         self.backend = TorchBackend(size, view.device)
         self.cache = PagedCache(layers, blocks, size, view.device)
         self.pool = BlockPool(blocks, size)
-        budget = config.max_tokens_per_step or max(512, config.rollouts_in_flight)
+        budget = config.max_tokens_per_step or max(256, config.rollouts_in_flight)
         self.scheduler = Scheduler(self.pool, config.rollouts_in_flight, budget)
         self.vocab_size: int = view.config.get_text_config().vocab_size
         self._runner = ModelRunner(view, self.cache, self.backend)

@@ -118,7 +118,7 @@ class GRPOConfig(TrainingArguments):
         default="auto", metadata={"help": "Paged attention backend: auto or torch."}
     )
     max_tokens_per_step: int | None = field(
-        default=None, metadata={"help": "Tokens of one engine forward at most; default: 512 or more."}
+        default=None, metadata={"help": "Tokens of one engine forward at most; default: 256 or more."}
     )
     logprob_chunk_tokens: int | None = field(
         default=None,

@@ -114,6 +114,8 @@ def observe(child: int, output: Any, interrupt: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    # A shell starts background jobs with SIGINT ignored, and children inherit that: the scenarios need it on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name, scenario in SCENARIOS.items():

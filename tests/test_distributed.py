@@ -63,7 +63,7 @@ def test_a_dead_engine_of_one_process_ends_both(tmp_path: Path) -> None:
     ended, (first, second) = launch("die", tmp_path)
     assert ended.returncode != 0
     assert time.monotonic() - started < LIMIT
-    assert "EngineDeadError: process 1 failed, so process 0 stops too" in first["error"]
+    assert "PeerFailedError: process 1 failed, so process 0 stops too" in first["error"]
     assert "the memory is on fire" in first["error"]
     assert "OSError: the memory is on fire" in second["error"]
     assert "process 1 failed" in ended.stderr

@@ -86,7 +86,8 @@ def test_chat_prompts_give_chat_completions(tmp_path: Path, continues: bool) -> 
     trainer.train()
     assert len(seen) == 8
     # The policy knows such sums, so a template that went wrong would show in the reward.
-    assert trainer.logged("reward")[0] > 0.5
+    # The policy does about half of such sums; after a template that went wrong it would do none.
+    assert trainer.logged("reward")[0] > 0.2
     tokenizer = trainer.processing_class
     expected = {tuple(p.token_ids) for p in trainer._train_prompts}
     trained = {prompt for micro in trainer.recorded for prompt in micro.prompts}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from running import (
     shift,
     until,
 )
-from tiny import VOCAB, generate_greedy, largest_error, prompt, qwen3, smaller
+from tiny import VOCAB, generate_greedy, largest_error, prompt, qwen3
 
 from rlt_train import (
     EngineStoppedError,
@@ -32,18 +31,6 @@ from rlt_train import (
     RolloutManager,
     SamplingParams,
 )
-
-
-@pytest.fixture
-def model() -> Any:
-    return smaller()
-
-
-@pytest.fixture
-def manager(model: Any) -> Iterator[RolloutManager]:
-    with RolloutManager(model, **SIZES) as started:
-        yield started
-
 
 # -- requests --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,18 +32,6 @@ from rlt_train import (
     SharedWeightsError,
     UnfencedWriteError,
 )
-
-
-@pytest.fixture
-def model() -> Any:
-    return smaller()
-
-
-@pytest.fixture
-def manager(model: Any) -> Iterator[RolloutManager]:
-    with RolloutManager(model, **SIZES) as started:
-        yield started
-
 
 # -- pause -----------------------------------------------------------------------------------------------
 

@@ -57,15 +57,13 @@ class ModelRunner:
 
 def unused_slots(step: ScheduledStep, block_size: int) -> list[int]:
     """The slots after a sequence's end in each block that it begins in this step."""
+    begun = [(span.sequence, span.start + span.length, span.length) for span in step.spans]
+    # A fork takes its whole prompt over, so its copied last block is new to it from the first slot on.
+    begun += [(sequence, sequence.computed, sequence.computed) for sequence, _ in step.forked]
     slots: list[int] = []
-    for span in step.spans:
-        full, used = divmod(span.start + span.length, block_size)
-        if used and span.length >= used:
-            first = span.sequence.blocks[full] * block_size
-            slots += range(first + used, first + block_size)
-    for sequence, _ in step.forked:
-        full, used = divmod(sequence.computed, block_size)
-        if used:
+    for sequence, end, length in begun:
+        full, used = divmod(end, block_size)
+        if used and length >= used:
             first = sequence.blocks[full] * block_size
             slots += range(first + used, first + block_size)
     return slots

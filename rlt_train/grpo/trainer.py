@@ -3,7 +3,7 @@ generating.
 
 The loop waits in one place, ``RolloutQueue.take``, for the engine to finish the groups of the next
 micro-batch; everything else runs while the engine decodes. The optimizer step is fenced by
-``RolloutCallback``.
+``RolloutSession``.
 """
 
 from __future__ import annotations

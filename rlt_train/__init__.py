@@ -1,8 +1,8 @@
 """rlt_train: a GRPO trainer that trains and generates at the same time on one copy of the weights."""
 
-from rlt_train.engine.engine import EngineConfig
 from rlt_train.engine.request import RolloutOutput
 from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import (
     EngineDeadError,
     EngineStoppedError,

@@ -9,6 +9,11 @@ class UnsupportedModelError(ValueError):
     reason."""
 
 
+class BackendSelectionError(ValueError):
+    """No attention backend fits the model and the machine; the message lists every candidate with its
+    reason."""
+
+
 class SharedWeightsError(RuntimeError):
     """The training module tree and the generation view no longer hold the same ``Parameter`` objects."""
 

@@ -15,11 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rlt_train.attention.selection import BACKENDS
 from rlt_train.checks import one_of
-from rlt_train.engine.engine import Engine, EngineConfig, new_group
+from rlt_train.engine.engine import Engine, new_group
 from rlt_train.engine.probe import probe_architecture
+from rlt_train.engine.refusals import refuse_unservable
 from rlt_train.engine.request import Request
 from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import EngineStoppedError, RequestError
 from rlt_train.gate import ForwardGate, Hold
 from rlt_train.handle import RolloutHandle
@@ -33,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 InFlight = Literal["keep", "recompute", "finish", "abort"]
 IN_FLIGHT: tuple[InFlight, ...] = ("keep", "recompute", "finish", "abort")
-BACKENDS = ("auto", "torch")
 _EXIT_TIMEOUT = 10.0  # seconds that interpreter exit waits for a running forward
 
 
@@ -48,7 +50,8 @@ class RolloutManager:
             values, "recompute" them under the new weights, "finish" them first, or "abort" them.
         engine_threads: intra-op threads of the engine thread; default on a CPU: half of the cores.
         autocast_dtype: see ``GenerationView``.
-        attention_backend: "auto" or "torch".
+        attention_backend: "auto" (the best that fits, see ``python -m rlt_train.attention``) or a backend's
+            name, which must fit.
         defaults: sampling parameters of requests that bring none.
         **sizes: fields of ``EngineConfig``, e.g. ``rollouts_in_flight=64, max_length=512``.
 
@@ -97,20 +100,17 @@ class RolloutManager:
         """Probe the architecture, allocate the KV cache and start the thread. A second call does nothing.
 
         Raises:
-            UnsupportedModelError, ValueError: before anything is started.
+            UnsupportedModelError, BackendSelectionError, ValueError: before anything is started.
             EngineDeadError: the engine died before.
         """
         self.check_alive()
         if self._worker is not None and self._worker.state != "stopped":
             return self
         if self._engine is None:
+            refuse_unservable(self.view.model, self.config)
             probe_architecture(self.view)
-            self._engine = Engine(self.view, self.config)
-            self.attention_info |= {
-                "selected": self._engine.backend.name,
-                "reason": "the only backend of this version, on every device",
-                "skipped": {},
-            }
+            self._engine = Engine(self.view, self.config, self.attention_info["requested"])
+            self.attention_info |= self._engine.attention_info()
         else:
             # Nobody watched the weights while stopped: what is cached may belong to others.
             self._engine.weights_changed(self.policy_version + 1, "keep")
@@ -125,7 +125,7 @@ class RolloutManager:
             "%s",
             self.config.rollouts_in_flight,
             self.config.max_length,
-            cache.num_blocks,
+            self._engine.blocks.num_blocks,
             cache.block_size,
             cache.nbytes() / 2**20,
             self._engine_threads,
@@ -373,8 +373,8 @@ class RolloutManager:
         }
         if engine is not None:
             counts |= {
-                "kv_blocks": engine.pool.num_blocks,
-                "kv_blocks_used": engine.pool.num_used,
+                "kv_blocks": engine.blocks.num_blocks,
+                "kv_blocks_used": engine.blocks.num_used,
                 "kv_bytes": engine.cache.nbytes(),
                 "prompt_tokens": engine.scheduler.prompt_tokens,
                 "prompt_tokens_reused": engine.scheduler.prompt_tokens_reused,

@@ -21,7 +21,7 @@ from tiny import (
     request,
 )
 
-from rlt_train.attention.planner import PagedCall
+from rlt_train.attention.call import PagedCall
 from rlt_train.engine.engine import Engine, new_group
 from rlt_train.engine.sampling import SamplingParams
 
@@ -131,10 +131,10 @@ def test_nothing_is_read_that_was_not_written_for_the_sequence() -> None:
     lengths = (1, 5, 18, 21, 24)  # several block counts share a bucket, so that tables are padded
     expected = {length: generate_greedy(model, prompt(length), 8) for length in lengths}
     engine = new_engine(model, rollouts_in_flight=4, max_tokens_per_step=30)
-    engine.pool.allocate(3)  # somebody else's, NaN as well; padding must not read them either
-    for keys, values in engine.cache._tensors.values():
-        keys.fill_(math.nan)
-        values.fill_(math.nan)
+    engine.blocks.pools[0].allocate(3)  # somebody else's, NaN as well; padding must not read them either
+    for layer in engine.cache.layers.values():
+        layer.keys.fill_(math.nan)
+        layer.values.fill_(math.nan)
     for length in lengths:
         engine.add(request(f"{length}", prompt(length)))
     group = new_group(3)
@@ -145,17 +145,45 @@ def test_nothing_is_read_that_was_not_written_for_the_sequence() -> None:
         assert generated(sequence) == expected[int(name.split("-")[0])]
 
 
-def test_groups_of_layers_share_one_plan_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_of_layers_is_planned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers that alternate between a window and full attention make two groups."""
     engine = new_engine(gemma2())
     planned: list[int | None] = []
-    plan = engine.backend.plan
+    for backend in engine.backends:
+        plan, window = backend.plan, backend.group.spec.sliding_window
+        monkeypatch.setattr(
+            backend, "plan", lambda batch, plan=plan, window=window: planned.append(window) or plan(batch)
+        )
+    metadata: list[int] = []
+    stage = engine._runner._planner._stage_group
     monkeypatch.setattr(
-        engine.backend, "plan", lambda spans, window: planned.append(window) or plan(spans, window)
+        engine._runner._planner, "_stage_group", lambda *a: metadata.append(a[1]) or stage(*a)
     )
-    engine.add(request("r", prompt(5), SamplingParams(max_new_tokens=1)))
-    engine.step()
-    assert sorted(planned, key=str) == [24, None]
-    assert engine.layers[0].softcap == 50.0 and engine.layers[0].head_dim == 16
+    engine.add(request("r", prompt(40), SamplingParams(max_new_tokens=3, ignore_eos=True)))
+    steps = 0
+    while engine.unfinished:
+        engine.step()
+        steps += 1
+    assert steps == 3 and sorted(planned, key=str) == [24] * steps + [None] * steps
+    assert sorted(metadata) == [0] * steps + [1] * steps
+    spec = engine.groups[0].spec
+    assert (spec.softcap, spec.head_dim, engine.groups[0].layers) == (50.0, 16, (0, 2))
+
+
+def test_windowed_layers_give_back_the_blocks_that_fall_out_of_the_window() -> None:
+    model = gemma2()
+    engine = new_engine(model, rollouts_in_flight=2, max_tokens_per_step=8, max_length=128)
+    full, windowed = (engine.blocks.pools[number] for number in (1, 0))
+    assert windowed.num_blocks < full.num_blocks
+    engine.add(request("r", prompt(90)))
+    most = 0
+    finished: dict[str, Any] = {}
+    while engine.unfinished:
+        finished |= {s.request.request_id: s for s in engine.step().finished}
+        most = max(most, windowed.num_used)
+    assert most <= -(-24 // 4) + 1, "more than the window is held between steps"
+    assert generated(finished["r"]) == generate_greedy(model, prompt(90), 8)
+    assert engine.blocks.num_used == 0
 
 
 def test_the_forward_of_a_paged_call_needs_its_call(monkeypatch: pytest.MonkeyPatch) -> None:

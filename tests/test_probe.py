@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tiny import FAMILIES, build, gemma2, largest_error, llama, prompt, qwen3, s
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoConfig,
@@ -20,12 +23,15 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from rlt_train import RolloutManager, SamplingParams, UnsupportedModelError
+from rlt_train.attention.contract import AttentionGroup
 from rlt_train.engine import probe
 from rlt_train.engine.probe import TOLERANCE, probe_architecture, shrunken_model
 from rlt_train.weights.view import GenerationView
@@ -48,7 +54,37 @@ def test_supported_families_pass_far_below_the_tolerance(family: str) -> None:
 
 def test_alibi_is_refused() -> None:
     config = BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=4)
-    refuse(build(BloomForCausalLM, config, attention="eager"), "BloomForCausalLM")
+    refuse(build(BloomForCausalLM, config, attention="eager"), "BloomForCausalLM", "ALiBi")
+
+
+@pytest.mark.parametrize("alibi", [True, False])
+def test_falcon_is_refused_for_its_positions_or_its_own_attention(alibi: bool) -> None:
+    config = FalconConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=alibi
+    )
+    reason = "ALiBi" if alibi else "attention interface"
+    refuse(build(FalconForCausalLM, config, attention="eager"), "FalconForCausalLM", reason)
+
+
+def test_linear_attention_layers_are_refused_by_their_kind() -> None:
+    config = Qwen3NextConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    model = build(Qwen3NextForCausalLM, config, attention="eager")
+    refuse(model, "Qwen3NextForCausalLM", "linear_attention layers", "recurrent state")
 
 
 def test_attention_outside_the_interface_is_refused() -> None:
@@ -59,9 +95,7 @@ def test_attention_outside_the_interface_is_refused() -> None:
 
 def test_state_space_models_are_refused() -> None:
     config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4)
-    refuse(
-        build(MambaForCausalLM, config, attention="eager"), "MambaForCausalLM", "cannot run a paged forward"
-    )
+    refuse(build(MambaForCausalLM, config, attention="eager"), "MambaForCausalLM", "recurrent state")
 
 
 def test_gpt_j_is_refused_or_served_right() -> None:
@@ -192,7 +226,12 @@ def test_a_backend_that_forgot_something_would_be_caught(
 
     plan, attend = TorchBackend.plan, TorchBackend.attend
     if skipped == "window":
-        monkeypatch.setattr(TorchBackend, "plan", lambda self, spans, window: plan(self, spans, None))
+
+        def plan_without_window(self: TorchBackend, batch: Any, first: int = 0) -> Any:
+            group = AttentionGroup(replace(self.group.spec, sliding_window=None), self.group.layers)
+            return plan(TorchBackend(group, self.block_size, self.device), batch, first)
+
+        monkeypatch.setattr(TorchBackend, "plan", plan_without_window)
     else:
         wrong = {"softcap": None} if skipped == "softcap" else {"scale": 0.2}
         monkeypatch.setattr(

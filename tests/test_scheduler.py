@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import GREEDY, VOCAB, drive, generate_greedy, generated, new_engine, prompt, request, smaller
 
-from rlt_train.engine.engine import Engine, EngineConfig, new_group
+from rlt_train.engine.engine import Engine, new_group
 from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.engine.scheduler import ScheduledStep
 from rlt_train.errors import RequestError
 
@@ -36,7 +37,7 @@ def small_cache(model: Any, blocks: int, **sizes: Any) -> Engine:
     layers = 2
     per_block = layers * 2 * 2 * 8 * 4 * 4  # layers, keys and values, heads, head_dim, float32, tokens
     engine = new_engine(model, kv_cache_gib=(blocks + 0.5) * per_block / 2**30, **sizes)
-    assert engine.pool.num_blocks == blocks
+    assert engine.blocks.num_blocks == blocks
     return engine
 
 
@@ -46,13 +47,13 @@ def slots(blocks: list[int], start: int, end: int) -> set[tuple[int, int]]:
 
 def in_use(engine: Engine, step: ScheduledStep) -> set[tuple[int, int]]:
     """Every cache slot that holds a key somebody will read: running sequences' and published prompts'."""
-    targets = {target for _, target in step.copies}
+    targets = {target for _, _, target in step.copies}
     used: set[tuple[int, int]] = set()
     for sequence in engine.scheduler.running.values():
-        used |= {slot for slot in slots(sequence.blocks, 0, sequence.computed) if slot[0] not in targets}
+        used |= {slot for slot in slots(sequence.tables[0], 0, sequence.computed) if slot[0] not in targets}
     for sequence in engine.scheduler.waiting:
         if (group := sequence.request.group) is not None and group.state is not None:
-            used |= slots(group.state.blocks, 0, len(sequence.request.prompt_ids))
+            used |= slots(group.state.tables[0], 0, len(sequence.request.prompt_ids))
     return used
 
 
@@ -67,10 +68,10 @@ def watched(engine: Engine) -> list[ScheduledStep]:
         assert step.tokens == sum(span.length for span in step.spans) <= engine.scheduler.max_tokens_per_step
         assert len(engine.scheduler.running) <= engine.scheduler.max_sequences
         read = in_use(engine, step)
-        written = [slots([target], 0, 4) for _, target in step.copies]
+        written = [slots([target], 0, 4) for _, _, target in step.copies]
         for span in step.spans:
             assert span.sequence.computed == span.start
-            written.append(slots(span.sequence.blocks, span.start, span.start + span.length))
+            written.append(slots(span.sequence.tables[0], span.start, span.start + span.length))
         assert not read & set().union(*written), "a slot that somebody reads is written"
         assert sum(map(len, written)) == len(set().union(*written)), "two sequences write one slot"
         return step
@@ -81,7 +82,7 @@ def watched(engine: Engine) -> list[ScheduledStep]:
 
 def assert_all_free(engine: Engine) -> None:
     assert engine.unfinished == 0 and not engine.scheduler.has_work
-    assert engine.pool.num_free == engine.pool.num_blocks
+    assert engine.blocks.num_used == 0
 
 
 def test_mixed_lengths_with_chunked_prefill_keep_the_budget_and_the_tokens(
@@ -168,7 +169,9 @@ def test_one_sequence_may_fill_the_whole_cache(model: Any) -> None:
 
 
 def test_a_cache_below_one_sequence_is_refused_with_the_number_it_needs(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"holds \d+ blocks.*needs 32.*give at least"):
+    with pytest.raises(
+        ValueError, match=r"128 tokens \(32 blocks of 4 tokens\): give at least 3\.05e-05 GiB"
+    ):
         new_engine(model, kv_cache_gib=1e-6, max_length=128)
 
 

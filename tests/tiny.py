@@ -17,10 +17,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rlt_train.engine.engine import Engine, EngineConfig
+from rlt_train.engine.engine import Engine
 from rlt_train.engine.request import PromptGroup, Request
 from rlt_train.engine.request import Sequence as RolloutSequence
 from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.weights.view import GenerationView
 
 VOCAB = 300

@@ -1,16 +1,19 @@
 """What the engine and an attention backend promise each other.
 
 Terms, after vLLM: a *block* is a fixed run of KV slots, a *block table* a sequence's blocks in order, a
-*slot* is ``block * block_size + offset``, and a *group* is the set of layers that share one plan.
+*slot* is ``block * block_size + offset``, and a *group* is the set of layers that share block tables and one
+plan a step.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,11 @@ class LayerSpec:
         query_heads, kv_heads: head counts; ``query_heads`` is a multiple of ``kv_heads``.
         head_dim: size of a key and of a value head.
         scale: factor on the query-key product.
-        sliding_window: a query sees this many last tokens, itself included; ``None`` is full attention.
+        sliding_window: a query sees this many last tokens, itself included; ``None`` is no window.
         softcap: ``softcap * tanh(score / softcap)`` on the scaled scores (Gemma 2); ``None`` is off.
         has_sinks: one learned sink logit a query head joins the softmax (gpt-oss).
         dtype: dtype of the keys and values as they reach attention (under autocast, the autocast dtype).
+        chunk: a query sees back to the last multiple of this position (Llama 4); ``None`` is no chunking.
     """
 
     query_heads: int
@@ -35,50 +39,171 @@ class LayerSpec:
     softcap: float | None
     has_sinks: bool
     dtype: torch.dtype
+    chunk: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        """The first key position that a query at ``position`` sees."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        if self.sliding_window is not None:
+            return max(0, position - self.sliding_window + 1)
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Layers of one shape and visibility: they share block tables and one plan a step (after vLLM).
+
+    Attributes:
+        spec: what the layers have in common; ``scale`` alone may differ between them and comes with a call.
+        layers: indices of the layers, in call order.
+    """
+
+    spec: LayerSpec
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
     """The part of one sequence that a forward computes: tokens ``start .. start + length`` of it.
 
-    ``block_table`` covers at least ``start + length`` tokens. ``length == 1`` is a decode, more is a
+    ``tables`` has one block table a group, each covering at least ``start + length`` tokens; the blocks that
+    no token from ``start`` on can see may be gone from it (``FREED``). ``length == 1`` is a decode, more is a
     (chunked) prefill.
     """
 
-    block_table: list[int]
+    tables: Sequence[Sequence[int]]
     start: int
     length: int
 
     @property
     def context(self) -> int:
-        """Keys that the last token of the span sees: all tokens up to and including it."""
+        """Keys up to and including the last token of the span."""
         return self.start + self.length
 
 
-class LayerCache(Protocol):
-    """The paged tensors as a forward sees them (``rlt_train.kv.cache.PagedCache``)."""
+FREED = -1  # in a block table: the block fell out of the window and was given back
 
-    block_size: int
-    device: torch.device
-    windows: list[int | None]
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One group's metadata for one forward of ``n`` sequences and ``t`` packed rows.
+
+    Sequences of one row (decodes) come first: sequence ``i < decodes`` owns row ``i``. The NumPy arrays are
+    on the host and the tensors on the engine's device; on a CPU both are the same memory. Valid until the
+    second next plan is made. Entries of ``tables`` for freed blocks and beyond a sequence's own are 0 and
+    must
+    not be read: start at ``LayerSpec.first_visible`` of a row's position.
+
+    Attributes:
+        starts, lengths: host int32 ``[n]``, the span of each sequence.
+        host_tables, tables: int32 ``[n, width]``, block tables.
+        host_contexts, contexts: int32 ``[n]``, ``starts + lengths``: the keys of a sequence, its own
+        included.
+        query_starts: int32 ``[n + 1]``, first packed row of each sequence, then ``t``.
+        key_starts: int32 ``[n + 1]``, running sum of ``contexts``.
+        slots: int64 ``[t]``, the KV slot of each row's key and value.
+        decodes: number of sequences of one row.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    host_tables: np.ndarray
+    host_contexts: np.ndarray
+    tables: torch.Tensor
+    contexts: torch.Tensor
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    slots: torch.Tensor
+    decodes: int
+
+    @property
+    def most_queries(self) -> int:
+        """Rows of the longest span."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of the longest context."""
+        return int(self.host_contexts.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, declared by it and never inferred.
+
+    Attributes:
+        devices: kinds of device, of "cpu", "cuda", "rocm", "mps".
+        dtypes: dtypes of keys and values.
+        head_dims: (least, most, multiple of).
+        block_sizes: (least, most, multiple of).
+        compute_capability: (least, most) CUDA compute capability, both included; ``None`` is any.
+        sliding_window, chunked, softcap, sinks: the kinds of layer it serves.
+        packed_prefill: it attends several prefill chunks in one call.
+        cuda_graphs: its ``attend`` may be captured.
+        exact: a row's result does not depend on what else is in the batch (row-invariant).
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    head_dims: tuple[int, int, int] = (1, 1 << 16, 1)
+    block_sizes: tuple[int, int, int] = (1, 1 << 16, 1)
+    compute_capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    sliding_window: bool = False
+    chunked: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    packed_prefill: bool = False
+    cuda_graphs: bool = False
+    exact: bool = False
+
+
+class AttentionBackend(ABC):
+    """One way to run paged attention for the layers of one group.
+
+    ``plan`` is called once a step, ``write`` and ``attend`` once a layer. An error in any of them ends the
+    engine; no other backend takes over.
+
+    Args:
+        group: the layers it serves.
+        block_size: tokens a KV block.
+        device: where keys, values and queries live.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, group: AttentionGroup, block_size: int, device: torch.device) -> None:
+        self.group = group
+        self.block_size = block_size
+        self.device = device
+
+    @classmethod  # noqa: B027
+    def load(cls) -> None:
+        """Import what the backend needs.
+
+        Raises:
+            ImportError, OSError: it is missing or broken; the text becomes the reason to skip this backend.
+        """
+
+    @abstractmethod
+    def plan(self, batch: PagedBatch) -> Any:
+        """Build what every layer of the group needs for one forward."""
 
     def write(
-        self, module: nn.Module, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's new keys and values at ``slots``; returns the layer's whole key and value
-        tensors."""
-        ...
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PagedBatch,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Store ``key``/``value [t, kv_heads, head_dim]`` at ``batch.slots`` of a layer's paged ``keys`` and
+        ``values`` ``[kv_heads, blocks, block_size, head_dim]``."""
+        for store, new in ((keys, key), (values, value)):
+            store.flatten(1, 2).index_copy_(1, batch.slots, new.transpose(0, 1).to(store.dtype))
 
-
-class AttentionBackend(Protocol):
-    """One way to run paged attention. ``plan`` is called once a step and group, ``attend`` once a layer."""
-
-    name: str
-
-    def plan(self, spans: list[SequenceSpan], sliding_window: int | None) -> Any:
-        """Build what every layer of a group needs for one forward over the packed ``spans``."""
-        ...
-
+    @abstractmethod
     def attend(
         self,
         query: torch.Tensor,
@@ -90,10 +215,7 @@ class AttentionBackend(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend ``query [tokens, query_heads, head_dim]`` to a layer's paged ``keys`` and ``values``.
-
-        ``keys``/``values`` are ``[kv_heads, blocks, block_size, head_dim]`` and already hold the step's own
-        tokens.
-        Returns ``[tokens, query_heads, head_dim]``.
-        """
-        ...
+        """Attend ``query [t, query_heads, head_dim]`` (any strides, last dimension contiguous) to a layer's
+        paged ``keys`` and ``values`` ``[kv_heads, blocks, block_size, head_dim]``, which already hold the
+        step's own tokens. ``sinks`` is ``[query_heads]``. Returns ``[t, query_heads, head_dim]`` in the
+        query's dtype."""

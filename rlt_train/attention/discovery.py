@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,8 +17,10 @@ from rlt_train.weights.view import GenerationView
 class _RecordingCall:
     """Records the spec of each layer and answers with zeros of the right shape."""
 
-    def __init__(self) -> None:
-        self.layers: dict[nn.Module, LayerSpec] = {}
+    def __init__(self, config: Any) -> None:
+        self.layers: dict[tuple[nn.Module, int], LayerSpec] = {}
+        self.calls: Counter[nn.Module] = Counter()
+        self._config = config
 
     def attend(
         self,
@@ -30,15 +35,11 @@ class _RecordingCall:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         name = type(module).__name__
-        if module in self.layers:
-            raise UnsupportedModelError(
-                f"{name} is called twice in one forward; looped models are not supported yet."
-            )
         if key.shape[-1] != value.shape[-1]:
             raise UnsupportedModelError(
                 f"{name} has key heads of {key.shape[-1]} and value heads of {value.shape[-1]}."
             )
-        self.layers[module] = LayerSpec(
+        self.layers[module, self.calls[module]] = LayerSpec(
             query_heads=query.shape[1],
             kv_heads=key.shape[1],
             head_dim=key.shape[2],
@@ -47,12 +48,23 @@ class _RecordingCall:
             softcap=softcap,
             has_sinks=sinks is not None,
             dtype=key.dtype,
+            chunk=_chunk_of(self._config, module),
         )
+        self.calls[module] += 1
         return torch.zeros_like(query)
 
 
-def discover_layers(view: GenerationView) -> dict[nn.Module, LayerSpec]:
-    """Run two tokens through the view and return its attention modules in call order.
+def _chunk_of(config: Any, module: nn.Module) -> int | None:
+    # transformers gives the chunk to the mask only, and a paged call has no mask.
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and index is not None and index < len(kinds) and kinds[index] == "chunked_attention":
+        return config.attention_chunk_size
+    return None
+
+
+def discover_layers(view: GenerationView) -> dict[tuple[nn.Module, int], LayerSpec]:
+    """Run two tokens through the view and return its layers in call order: each attention module, and how
+    often it ran before in that forward (a looped model runs the same modules several times a token).
 
     Raises:
         UnsupportedModelError: fewer modules than hidden layers go through transformers' attention interface
@@ -61,7 +73,7 @@ def discover_layers(view: GenerationView) -> dict[nn.Module, LayerSpec]:
             call.
     """
     name = type(view.model).__name__
-    call = _RecordingCall()
+    call = _RecordingCall(view.config.get_text_config())
     tokens = torch.zeros((1, 2), dtype=torch.long, device=view.device)
     try:
         with torch.inference_mode(), view.autocast():
@@ -79,9 +91,9 @@ def discover_layers(view: GenerationView) -> dict[nn.Module, LayerSpec]:
             f"{name} cannot run a paged forward: {type(error).__name__}: {error}"
         ) from error
     expected = view.config.get_text_config().num_hidden_layers
-    if len(call.layers) != expected:
+    if len(call.calls) != expected:
         raise UnsupportedModelError(
-            f"{name} has {expected} hidden layers but {len(call.layers)} attention calls went through "
+            f"{name} has {expected} hidden layers but {len(call.calls)} attention calls went through "
             f"transformers' attention interface. Models with their own attention (ALiBi, GPT-J), state-space "
             f"or linear-attention layers keep state that the paged cache does not hold, so they are refused."
         )

@@ -1,56 +1,81 @@
-"""One forward's attention plan: built once a step and group, then read by every layer of the group."""
+"""One forward's attention metadata, built on the host once a step and group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+import numpy as np
 import torch
-from torch import nn
 
-from rlt_train.attention.contract import AttentionBackend, LayerCache, SequenceSpan
+from rlt_train.attention.contract import PagedBatch, SequenceSpan
+from rlt_train.attention.staging import StagedArray, StagingBuffers
 
 
-class PagedCall:
-    """What a paged forward carries as ``paged_call``: the slots to write and each group's plan.
+class Planner:
+    """Turns scheduled spans into one ``PagedBatch`` a group.
 
     Args:
-        cache: the paged tensors.
-        backend: the attention backend.
-        spans: the packed sequences of this forward, in row order.
+        groups: number of attention groups.
+        block_size: tokens a KV block.
+        device: where the tensors of a batch go.
     """
 
-    def __init__(self, cache: LayerCache, backend: AttentionBackend, spans: list[SequenceSpan]) -> None:
-        self._cache = cache
-        self._backend = backend
-        self._slots = slot_mapping(spans, cache.block_size, cache.device)
-        self._plans: Mapping[int | None, Any] = {
-            window: backend.plan(spans, window) for window in cache.windows
-        }
+    def __init__(self, groups: int, block_size: int, device: torch.device) -> None:
+        self._groups = groups
+        self._block_size = block_size
+        self._staging = StagingBuffers(device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Write this layer's keys and values to their slots, then attend (see ``AttentionCall``)."""
-        keys, values = self._cache.write(module, self._slots, key, value)
-        plan = self._plans[sliding_window]
-        return self._backend.attend(query, keys, values, plan, scale=scale, softcap=softcap, sinks=sinks)
+    def plan(self, spans: list[SequenceSpan]) -> list[PagedBatch]:
+        """Pack the spans in the given order.
 
+        Raises:
+            ValueError: a decode (length 1) comes after a prefill.
+        """
+        n, rows = len(spans), sum(span.length for span in spans)
+        width = max((-(-span.context // self._block_size) for span in spans), default=0)
+        self._staging.begin(5 * 4 * (n + 1) + self._groups * (4 * n * width + 8 * rows))
+        starts, lengths, contexts = (self._staging.array((n,), np.int32) for _ in range(3))
+        query_starts, key_starts = (self._staging.array((n + 1,), np.int32) for _ in range(2))
+        starts.host[:] = [span.start for span in spans]
+        lengths.host[:] = [span.length for span in spans]
+        np.add(starts.host, lengths.host, out=contexts.host)
+        for sums, terms in ((query_starts.host, lengths.host), (key_starts.host, contexts.host)):
+            sums[0] = 0
+            np.cumsum(terms, out=sums[1:])
+        decodes = int((lengths.host == 1).sum())
+        if (lengths.host[:decodes] != 1).any():
+            raise ValueError("decodes (spans of length 1) must be packed before prefills")
+        owner = np.repeat(np.arange(n), lengths.host)
+        positions = np.arange(rows) - query_starts.host[owner] + starts.host[owner]
+        staged = [self._stage_group(spans, group, width, owner, positions) for group in range(self._groups)]
+        device = self._staging.commit()
+        return [
+            PagedBatch(
+                starts=starts.host,
+                lengths=lengths.host,
+                host_tables=tables.host,
+                host_contexts=contexts.host,
+                tables=tables.on(device),
+                contexts=contexts.on(device),
+                query_starts=query_starts.on(device),
+                key_starts=key_starts.on(device),
+                slots=slots.on(device),
+                decodes=decodes,
+            )
+            for tables, slots in staged
+        ]
 
-def slot_mapping(spans: list[SequenceSpan], block_size: int, device: torch.device) -> torch.Tensor:
-    """The cache slot of each packed token: int64 ``[tokens]``."""
-    slots: list[int] = []
-    for span in spans:
-        table = span.block_table
-        for position in range(span.start, span.context):
-            slots.append(table[position // block_size] * block_size + position % block_size)
-    return torch.tensor(slots, dtype=torch.long, device=device)
+    def _stage_group(
+        self, spans: list[SequenceSpan], group: int, width: int, owner: np.ndarray, positions: np.ndarray
+    ) -> tuple[StagedArray, StagedArray]:
+        """Block tables ``[n, width]`` and slots ``[rows]`` of one group."""
+        tables = self._staging.array((len(spans), width), np.int32)
+        tables.host[:] = 0
+        for row, span in zip(tables.host, spans, strict=True):
+            blocks = span.tables[group][: -(-span.context // self._block_size)]
+            row[: len(blocks)] = blocks
+        np.maximum(
+            tables.host, 0, out=tables.host
+        )  # FREED: an index all the same, should a kernel prefetch it
+        slots = self._staging.array((len(owner),), np.int64)
+        block, offset = np.divmod(positions, self._block_size)
+        np.add(tables.host[owner, block].astype(np.int64) * self._block_size, offset, out=slots.host)
+        return tables, slots

@@ -4,55 +4,24 @@ thread."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from rlt_train.attention.backends.torch_paged import TorchBackend
 from rlt_train.attention.discovery import discover_layers
 from rlt_train.attention.dispatch import install
+from rlt_train.attention.selection import Selection, select_backend
 from rlt_train.engine.request import PromptGroup, Request, Sequence
 from rlt_train.engine.runner import ModelRunner
 from rlt_train.engine.sampling import SamplingParams, sample, uniforms
 from rlt_train.engine.scheduler import ScheduledStep, Scheduler
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import RequestError
 from rlt_train.kv import sizing
-from rlt_train.kv.blocks import BlockPool
 from rlt_train.kv.cache import PagedCache
+from rlt_train.kv.groups import group_layers
+from rlt_train.kv.tables import TableAllocator
 from rlt_train.weights.view import GenerationView
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How large the engine is.
-
-    Attributes:
-        rollouts_in_flight: sequences that decode at once (the slots).
-        max_length: prompt and generated tokens of one sequence at most.
-        kv_cache_gib: KV memory in GiB; ``None`` sizes it to ``rollouts_in_flight`` sequences of
-        ``max_length``.
-        block_size: tokens a KV block.
-        max_tokens_per_step: tokens a forward computes at most (chunked prefill beside decode); ``None`` picks
-        the larger
-            of 256 and ``rollouts_in_flight``, which bounds how long a pause waits.
-        seed: the run's part of every request's random stream.
-    """
-
-    rollouts_in_flight: int = 64
-    max_length: int = 1024
-    kv_cache_gib: float | None = None
-    block_size: int = 16
-    max_tokens_per_step: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("rollouts_in_flight", "max_length", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_tokens_per_step is not None and self.max_tokens_per_step < self.rollouts_in_flight:
-            raise ValueError(
-                f"max_tokens_per_step={self.max_tokens_per_step} cannot decode rollouts_in_flight="
-                f"{self.rollouts_in_flight} sequences in one forward; raise the first or lower the second"
-            )
 
 
 @dataclass(slots=True)
@@ -67,33 +36,73 @@ class StepResult:
 class Engine:
     """Continuous batching over one generation view.
 
+    Args:
+        view: the model.
+        config: sizes.
+        attention_backend: "auto" or a backend's name, for every attention group.
+
     Raises:
         UnsupportedModelError: the model's attention cannot be paged.
+        BackendSelectionError: no attention backend fits; nothing is allocated yet.
         ValueError: ``kv_cache_gib`` holds less than one sequence.
     """
 
-    def __init__(self, view: GenerationView, config: EngineConfig) -> None:
+    def __init__(self, view: GenerationView, config: EngineConfig, attention_backend: str = "auto") -> None:
         self.view = view
         self.config = config
         install(view.config.get_text_config())
         install(view.config)
-        layers = discover_layers(view)
-        self.layers = list(layers.values())
-        size = config.block_size
-        if config.kv_cache_gib is None:
-            blocks = sizing.blocks_for_workload(config.rollouts_in_flight, config.max_length, size)
-        else:
-            blocks = sizing.blocks_for_budget(config.kv_cache_gib, self.layers, size, config.max_length)
-        self.backend = TorchBackend(size, view.device)
-        self.cache = PagedCache(layers, blocks, size, view.device)
-        self.pool = BlockPool(blocks, size)
-        budget = config.max_tokens_per_step or max(256, config.rollouts_in_flight)
-        self.scheduler = Scheduler(self.pool, config.rollouts_in_flight, budget)
+        specs = discover_layers(view)
+        self.groups = group_layers(list(specs.values()))
+        self.selections: list[Selection] = [
+            select_backend(attention_backend, view.device, group.spec.dtype, [group.spec], config.block_size)
+            for group in self.groups
+        ]
+        blocks = self._size()
+        self.cache = PagedCache(specs, self.groups, blocks, config.block_size, view.device)
+        self.blocks = TableAllocator(self.groups, blocks, config.block_size)
+        self.scheduler = Scheduler(self.blocks, config.rollouts_in_flight, config.tokens_per_step)
+        self.backends = [
+            selection.backend(group, config.block_size, view.device)
+            for selection, group in zip(self.selections, self.groups, strict=True)
+        ]
         self.vocab_size: int = view.config.get_text_config().vocab_size
-        self._runner = ModelRunner(view, self.cache, self.backend)
+        self._runner = ModelRunner(view, self.cache, self.backends)
         self.forward_tokens = 0
         self.tokens_generated = 0
         self._sequences: dict[str, Sequence] = {}
+
+    def attention_info(self) -> dict[str, Any]:
+        """Which backend serves which layers and why: ``selected``, ``reason`` and ``skipped`` of the first
+        group, and the same of every group under ``groups``."""
+        groups = [
+            {
+                "layers": list(group.layers),
+                "sliding_window": group.spec.sliding_window,
+                "chunk": group.spec.chunk,
+                "selected": selection.selected,
+                "reason": selection.reason,
+                "skipped": selection.skipped,
+            }
+            for group, selection in zip(self.groups, self.selections, strict=True)
+        ]
+        names = list(dict.fromkeys(selection.selected for selection in self.selections))
+        first = self.selections[0]
+        return {
+            "selected": "+".join(names),
+            "reason": first.reason,
+            "skipped": first.skipped,
+            "groups": groups,
+        }
+
+    def _size(self) -> list[int]:
+        config = self.config
+        workload = sizing.Workload(
+            config.rollouts_in_flight, config.max_length, config.tokens_per_step, config.block_size
+        )
+        if config.kv_cache_gib is None:
+            return sizing.blocks_for_workload(self.groups, workload)
+        return sizing.blocks_for_budget(config.kv_cache_gib, self.groups, workload)
 
     @property
     def policy_version(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from rlt_train.engine.sampling import SamplingParams
+from rlt_train.kv.tables import Tables
 
 FinishReason = Literal["stop", "length", "cancelled", "aborted", "error"]
 
@@ -18,12 +19,13 @@ class PromptState:
 
     Attributes:
         policy_version: the version that computed it; useless after the next one.
-        blocks: its KV blocks, one reference held here. A partly filled last block is copied, never written.
+        tables: its KV blocks in each group, one reference held here. A partly filled last block is copied,
+            never written.
         logits: ``[vocab]`` after the last prompt token.
     """
 
     policy_version: int
-    blocks: list[int]
+    tables: Tables
     logits: torch.Tensor
 
 
@@ -56,13 +58,13 @@ class Request:
 
 @dataclass(slots=True)
 class Sequence:
-    """A request in flight. Invariant: ``computed < len(tokens)`` between steps, and ``blocks`` cover
+    """A request in flight. Invariant: ``computed < len(tokens)`` between steps, and ``tables`` cover
     ``computed``.
 
     Attributes:
         tokens: prompt and generated tokens.
         logprobs, processed_logprobs, policy_versions: one entry a generated token.
-        blocks: the block table.
+        tables: the block table of each attention group.
         computed: tokens whose keys and values are in the cache.
         cache_version: policy version of *all* cached keys, or ``None`` once they mix versions.
     """
@@ -72,7 +74,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
     computed: int = 0
     cache_version: int | None = None
     finish_reason: FinishReason | None = None

@@ -1,9 +1,10 @@
 """Which tokens the next forward computes: decodes first, then prefill chunks, then admissions, under a token
 budget.
 
-Blocks of a whole prompt (and of what a preempted sequence had generated) are taken at admission, so only
-decodes grow. When a decode finds no free block, the sequence admitted last gives up its blocks and starts
-again from its tokens (preemption by recompute, after vLLM): nothing that was generated is lost.
+Groups that see everything take the blocks of a whole prompt (and of what a preempted sequence had generated)
+at admission, windowed groups those of each chunk as it comes, giving back what falls out of the window. When
+a sequence finds no free block, the one admitted last gives up its blocks and starts again from its tokens
+(preemption by recompute, after vLLM): nothing that was generated is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlt_train.engine.request import PromptGroup, PromptState, Sequence
-from rlt_train.kv.blocks import BlockPool
+from rlt_train.kv.tables import TableAllocator
 
 
 @dataclass(slots=True)
@@ -34,14 +35,14 @@ class ScheduledStep:
 
     Attributes:
         spans: what the forward computes.
-        copies: (source, target) blocks to copy before the forward.
+        copies: (group, source, target) blocks to copy before the forward.
         forked: sequences whose prompt a group leader computed, each with the logits ``[vocab]`` after it:
             their first token is drawn from those, no forward.
         tokens: tokens that the forward computes.
     """
 
     spans: list[ScheduledSpan] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
     forked: list[tuple[Sequence, torch.Tensor]] = field(default_factory=list)
     tokens: int = 0
 
@@ -50,14 +51,14 @@ class Scheduler:
     """Owns the queue, the running set and every block reference. Not thread-safe: one owner calls it.
 
     Args:
-        pool: the blocks.
+        blocks: the blocks of every attention group.
         max_sequences: running sequences at most (the slots).
         max_tokens_per_step: tokens of one forward at most, at least ``max_sequences`` so that all can decode
             at once.
     """
 
-    def __init__(self, pool: BlockPool, max_sequences: int, max_tokens_per_step: int) -> None:
-        self.pool = pool
+    def __init__(self, blocks: TableAllocator, max_sequences: int, max_tokens_per_step: int) -> None:
+        self.blocks = blocks
         self.max_sequences = max_sequences
         self.max_tokens_per_step = max_tokens_per_step
         self.policy_version = 0
@@ -75,30 +76,31 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Its group, if any, already counts it as waiting."""
+        sequence.tables = self.blocks.new_tables()
         self.waiting.append(sequence)
 
     def schedule(self, admit: bool = True) -> ScheduledStep:
         """Plan the next step; ``advance`` must follow its forward. Without ``admit`` only preempted requests
         re-enter."""
         step = ScheduledStep()
-        for sequence in list(self.running.values()):
-            if sequence.request.request_id in self.running and _left(sequence) == 1:
-                if self._grow(sequence):
-                    self._span(step, sequence)
-        for sequence in self.running.values():
-            if _left(sequence) > 1 and step.tokens < self.max_tokens_per_step:
-                self._span(step, sequence)
+        for decode in (True, False):
+            for sequence in list(self.running.values()):
+                running = sequence.request.request_id in self.running  # else an earlier one took its blocks
+                if running and (_left(sequence) == 1) is decode and step.tokens < self.max_tokens_per_step:
+                    self._continue(step, sequence)
         self._admit(step, admit)
+        # A last prefill token is a decode to the attention, and those are packed first.
+        step.spans.sort(key=lambda span: span.length > 1)
         return step
 
     def advance(self, step: ScheduledStep) -> None:
-        """Note that the forward of ``step`` ran: its tokens are in the cache, complete prompts are
-        findable."""
+        """Note that the forward of ``step`` ran: its tokens are in the cache, full blocks are findable."""
         for span in step.spans:
             sequence = span.sequence
             sequence.computed = span.start + span.length
-            if span.length > 1 and span.samples and sequence.cache_version == self.policy_version:
-                self.pool.index_prefix(sequence.tokens, sequence.blocks)
+            if span.length > 1 and sequence.cache_version == self.policy_version:
+                self.blocks.index_prefix(sequence.tokens[: sequence.computed], sequence.tables)
+            self.blocks.drop_unseen(sequence.tables, sequence.computed)
 
     def publish_prompt(self, leader: Sequence, logits: torch.Tensor) -> None:
         """Offer a leader's computed prompt (``logits [vocab]`` after its last token) to the waiting of its
@@ -108,9 +110,10 @@ class Scheduler:
             return
         group.leader = None
         if group.waiting and leader.cache_version == self.policy_version:
-            prompt_blocks = leader.blocks[: self.pool.blocks_for(len(leader.request.prompt_ids))]
-            self.pool.share(prompt_blocks)
-            group.state = PromptState(self.policy_version, prompt_blocks, logits.clone())
+            needed = self.blocks.blocks_for(len(leader.request.prompt_ids))
+            tables = [table[:needed] for table in leader.tables]
+            self.blocks.share(tables)
+            group.state = PromptState(self.policy_version, tables, logits.clone())
             self._published.append(group)
 
     def finish(self, sequence: Sequence) -> None:
@@ -119,7 +122,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._left_queue(sequence)
         elif sequence.cache_version == self.policy_version and sequence.finish_reason in ("stop", "length"):
-            self.pool.index_prefix(sequence.tokens[: sequence.computed], sequence.blocks)
+            self.blocks.index_prefix(sequence.tokens[: sequence.computed], sequence.tables)
         self._drop_leadership(sequence)
         self._release(sequence)
 
@@ -130,7 +133,7 @@ class Scheduler:
         with ``recompute``, are computed anew from their tokens.
         """
         self.policy_version = policy_version
-        self.pool.invalidate_prefixes()
+        self.blocks.invalidate_prefixes()
         self._release_prompts()
         if recompute:
             while self.running:
@@ -138,27 +141,26 @@ class Scheduler:
         for sequence in self.running.values():
             sequence.cache_version = None
 
-    def _span(self, step: ScheduledStep, sequence: Sequence) -> None:
+    def _span(self, step: ScheduledStep, sequence: Sequence) -> ScheduledSpan:
+        """The next tokens of a sequence that the budget allows."""
         length = min(_left(sequence), self.max_tokens_per_step - step.tokens)
-        samples = length == _left(sequence)
-        step.spans.append(ScheduledSpan(sequence, sequence.computed, length, samples))
-        step.tokens += length
+        return ScheduledSpan(sequence, sequence.computed, length, samples=length == _left(sequence))
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Make room for one more token, preempting from the back; False if the sequence itself had to
-        yield."""
-        while self.pool.blocks_for(sequence.computed + 1) > len(sequence.blocks):
-            if self.pool.num_free:
-                sequence.blocks += self.pool.allocate(1)
-            elif not self._release_prompts():
-                # The victim comes after every sequence already planned in this step: decodes go in admission
-                # order.
-                victim = next(reversed(self.running.values()))
-                self._preempt(victim)
-                self.preemptions += 1
-                if victim is sequence:
-                    return False
-        return True
+    def _continue(self, step: ScheduledStep, sequence: Sequence) -> None:
+        """Plan a running sequence, preempting from the back where it finds no block (itself in the end)."""
+        span = self._span(step, sequence)
+        while not self.blocks.cover(sequence.tables, span.start + span.length):
+            if self._release_prompts():
+                continue
+            victim = next(reversed(self.running.values()))
+            for planned in [planned for planned in step.spans if planned.sequence is victim]:
+                step.spans.remove(planned)
+                step.tokens -= planned.length
+            self._preempt(victim)
+            self.preemptions += 1
+            if victim is sequence:
+                return
+        _plan(step, span)
 
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence.request.request_id]
@@ -201,40 +203,42 @@ class Scheduler:
 
     def _start(self, step: ScheduledStep, sequence: Sequence) -> bool:
         """Admit by computing the tokens, from the longest cached prefix on."""
-        cached = self.pool.match_prefix(
-            sequence.tokens[:-1]
-        )  # the last token's logits are needed, so compute it
-        revived = sum(self.pool.references(block) == 0 for block in cached)
-        needed = self.pool.blocks_for(len(sequence.tokens)) - len(cached)
+        # The last token's logits are needed, so it is computed even if it is cached.
+        sequence.tables = self.blocks.match_prefix(sequence.tokens[:-1])
+        self.blocks.share(sequence.tables)
+        sequence.computed = len(sequence.tables[0]) * self.blocks.block_size
+        span = self._span(step, sequence)
         # While others run, leave them some blocks to decode into, or admission and preemption chase each
         # other.
-        reserve = -(-len(self.running) // 8)
-        if needed + revived + reserve > self.pool.num_free:
+        spare = -(-len(self.running) // 8)
+        if not self.blocks.cover(
+            sequence.tables, span.start + span.length, whole=len(sequence.tokens), spare=spare
+        ):
+            self._release(sequence)
+            sequence.computed = 0
             return False
-        self.pool.share(cached)
-        sequence.blocks = cached + self.pool.allocate(needed)
-        sequence.computed = len(cached) * self.pool.block_size
         sequence.cache_version = self.policy_version
         self.prompt_tokens += len(sequence.tokens)
         self.prompt_tokens_reused += sequence.computed
         group = sequence.request.group
         if group is not None and sequence.generated == 0:
             group.leader = sequence.request.request_id
-        self._span(step, sequence)
+        _plan(step, span)
         return True
 
     def _fork(self, step: ScheduledStep, sequence: Sequence, state: PromptState) -> bool:
         """Admit on a prompt that the group's leader computed: share its full blocks, copy a partial last
         one."""
-        full, partial = divmod(len(sequence.request.prompt_ids), self.pool.block_size)
-        if partial and not self.pool.num_free:
+        prompt = len(sequence.request.prompt_ids)
+        full = prompt // self.blocks.block_size
+        sequence.tables = [table[:full] for table in state.tables]
+        self.blocks.share(sequence.tables)
+        if not self.blocks.cover(sequence.tables, prompt):
+            self._release(sequence)
             return False
-        self.pool.share(state.blocks[:full])
-        sequence.blocks = state.blocks[:full]
-        if partial:
-            sequence.blocks += self.pool.allocate(1)
-            step.copies.append((state.blocks[full], sequence.blocks[full]))
-        sequence.computed = len(sequence.request.prompt_ids)
+        for group, (table, source) in enumerate(zip(sequence.tables, state.tables, strict=True)):
+            step.copies += [(group, source[at], table[at]) for at in range(full, len(table))]
+        sequence.computed = prompt
         sequence.cache_version = state.policy_version
         self.prompt_tokens += sequence.computed
         self.prompt_tokens_reused += sequence.computed
@@ -261,7 +265,7 @@ class Scheduler:
 
     def _release_prompt(self, group: PromptGroup) -> None:
         assert group.state is not None
-        self.pool.release(group.state.blocks)
+        self.blocks.release(group.state.tables)
         group.state = None
         self._published.remove(group)
 
@@ -271,8 +275,13 @@ class Scheduler:
             group.leader = None
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self.blocks.release(sequence.tables)
+        sequence.tables = self.blocks.new_tables()
+
+
+def _plan(step: ScheduledStep, span: ScheduledSpan) -> None:
+    step.spans.append(span)
+    step.tokens += span.length
 
 
 def _left(sequence: Sequence) -> int:

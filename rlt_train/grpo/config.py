@@ -8,11 +8,12 @@ from typing import Any, get_args
 
 from transformers import TrainingArguments
 
+from rlt_train.attention.selection import BACKENDS
 from rlt_train.checks import one_of
 from rlt_train.engine.sampling import SamplingParams
 from rlt_train.grpo.advantages import ScaleRewards
 from rlt_train.grpo.losses import ImportanceLevel, LossType
-from rlt_train.manager import BACKENDS, IN_FLIGHT
+from rlt_train.manager import IN_FLIGHT
 
 
 @dataclass
@@ -115,7 +116,10 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "Intra-op threads of training; default on a CPU: half of the cores."}
     )
     attention_backend: str = field(
-        default="auto", metadata={"help": "Paged attention backend: auto or torch."}
+        default="auto", metadata={"help": "Paged attention backend: " + ", ".join(BACKENDS) + "."}
+    )
+    kv_block_size: int = field(
+        default=16, metadata={"help": "Tokens of a KV block (flash2 takes multiples of 256 only)."}
     )
     max_tokens_per_step: int | None = field(
         default=None, metadata={"help": "Tokens of one engine forward at most; default: 256 or more."}

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from transformers.trainer_utils import TrainOutput
 
 from rlt_train.callback import RolloutSession, autocast_dtype_of
-from rlt_train.engine.engine import EngineConfig
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import EngineDeadError, PeerFailedError
 from rlt_train.grpo import setup
 from rlt_train.grpo.config import GRPOConfig
@@ -139,6 +139,7 @@ class GRPOTrainer(Trainer):
             rollouts_in_flight=args.rollouts_in_flight or args.completions_per_step,
             max_length=longest + args.max_completion_length,
             kv_cache_gib=args.kv_cache_gib,
+            block_size=args.kv_block_size,
             max_tokens_per_step=args.max_tokens_per_step,
             seed=args.seed,
         )

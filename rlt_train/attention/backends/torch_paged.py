@@ -3,16 +3,17 @@ read.
 
 Sequences are bucketed by length, so padding at most doubles what is read and no mask ever spans two
 sequences. The query heads of one KV head are folded into the query rows, so that keys and values are gathered
-once a KV head and never repeated.
+once a KV head and never repeated. Blocks outside a window are not read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from rlt_train.attention.contract import SequenceSpan
+from rlt_train.attention.contract import AttentionBackend, Capabilities, LayerSpec, PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,10 @@ class Bucket:
 
     Attributes:
         rows: int64 ``[n * q]``, packed query rows (padding repeats a sequence's last row), or ``None`` for
-        all in order.
+            all in order.
         valid: int64 ``[tokens]``, which of the ``n * q`` results are real, or ``None`` for all.
-        blocks: int64 ``[n * b]``, the block tables (padding repeats a sequence's first block, which
-        the bias hides; another's might hold NaN, and a masked NaN is still a NaN).
+        blocks: int64 ``[n * b]``, the visible part of the block tables (padding repeats a sequence's first
+            visible block, which the bias hides; another's might hold NaN, and a masked NaN is still a NaN).
         bias: ``[n, q, b * block_size]`` float32, 0 where a query may look and -inf elsewhere.
     """
 
@@ -35,49 +36,82 @@ class Bucket:
     bias: torch.Tensor
 
 
-class TorchBackend:
-    """See the module docstring. ``block_size`` and ``device`` are those of the cache."""
+class TorchBackend(AttentionBackend):
+    """See the module docstring."""
 
     name = "torch"
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda", "rocm", "mps"}),
+        dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}),
+        sliding_window=True,
+        chunked=True,
+        softcap=True,
+        sinks=True,
+        packed_prefill=True,
+    )
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        self._block_size = block_size
-        self._device = device
+    def plan(self, batch: PagedBatch, first: int = 0) -> list[Bucket]:
+        """Bucket the sequences from index ``first`` on by (query length, visible blocks), each within a
+        factor of two. Rows count from the first row of sequence ``first``."""
+        starts, lengths = batch.starts[first:], batch.lengths[first:]
+        if not len(starts):
+            return []
+        begin = first_visible(self.group.spec, starts) // self.block_size
+        count = -(-batch.host_contexts[first:] // self.block_size) - begin
+        first_row = np.cumsum(lengths) - lengths
+        keys = np.stack([_bits(lengths), _bits(count)], axis=1)
+        kinds, kind_of = np.unique(keys, axis=0, return_inverse=True)
+        buckets = []
+        for kind in range(len(kinds)):
+            chosen = np.flatnonzero(kind_of.reshape(-1) == kind)
+            tables = batch.host_tables[first:][chosen]
+            bucket = self._bucket(tables, starts[chosen], lengths[chosen], begin[chosen], count[chosen])
+            buckets.append(self._locate(bucket, first_row[chosen], lengths[chosen], whole=len(kinds) == 1))
+        return buckets
 
-    def plan(self, spans: list[SequenceSpan], sliding_window: int | None) -> list[Bucket]:
-        """Bucket the spans by (query length, block count), each within a factor of two."""
-        members: dict[tuple[int, int], list[tuple[SequenceSpan, int]]] = {}
-        row = 0
-        for span in spans:
-            key = ((span.length - 1).bit_length(), (self._blocks(span) - 1).bit_length())
-            members.setdefault(key, []).append((span, row))
-            row += span.length
-        return [self._bucket(bucket, sliding_window, whole=len(members) == 1) for bucket in members.values()]
-
-    def _blocks(self, span: SequenceSpan) -> int:
-        return -(-span.context // self._block_size)
-
-    def _bucket(self, members: list[tuple[SequenceSpan, int]], window: int | None, whole: bool) -> Bucket:
-        queries = max(span.length for span, _ in members)
-        width = max(self._blocks(span) for span, _ in members)
-        tables = [span.block_table[: self._blocks(span)] for span, _ in members]
-        blocks = (
-            torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
-            .flatten()
-            .to(self._device)
-        )
-        start, length, first_row = torch.tensor([(s.start, s.length, row) for s, row in members]).unbind(1)
-        offset = torch.minimum(torch.arange(queries), length.unsqueeze(1) - 1)  # [n, q]
-        position = (start.unsqueeze(1) + offset).unsqueeze(2)
-        key_position = torch.arange(width * self._block_size)
+    def _bucket(
+        self,
+        tables: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        begin: np.ndarray,
+        count: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Padded blocks ``[n, b]``, bias ``[n, q, keys]`` and each row's offset in its sequence ``[n,
+        q]``."""
+        column = np.arange(count.max())
+        block = begin[:, None] + np.where(column < count[:, None], column, 0)
+        blocks = np.take_along_axis(tables, block, axis=1).astype(np.int64)
+        offset = np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+        position = (starts[:, None] + offset)[:, :, None]
+        key_position = (begin[:, None] * self.block_size + np.arange(len(column) * self.block_size))[:, None]
         hidden = key_position > position
-        if window is not None:
-            hidden |= key_position <= position - window
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(self._device)
-        uniform = all(span.length == queries for span, _ in members)
-        rows = (first_row.unsqueeze(1) + offset).flatten().to(self._device)
-        valid = (torch.arange(queries) < length.unsqueeze(1)).flatten().nonzero().squeeze(1).to(self._device)
-        return Bucket(None if whole and uniform else rows, None if uniform else valid, blocks, bias)
+        if self.group.spec.sliding_window is not None or self.group.spec.chunk is not None:
+            hidden |= key_position < first_visible(self.group.spec, position)
+        bias = np.zeros(hidden.shape, np.float32)
+        bias[hidden] = -np.inf
+        return blocks, bias, offset
+
+    def _locate(
+        self,
+        bucket: tuple[np.ndarray, np.ndarray, np.ndarray],
+        first_row: np.ndarray,
+        lengths: np.ndarray,
+        whole: bool,
+    ) -> Bucket:
+        blocks, bias, offset = bucket
+        uniform = bool((lengths == lengths[0]).all())
+        rows = (first_row[:, None] + offset).reshape(-1)
+        valid = np.flatnonzero(np.arange(offset.shape[1]) < lengths[:, None])
+        return Bucket(
+            rows=None if whole and uniform else self._to_device(rows),
+            valid=None if uniform else self._to_device(valid),
+            blocks=self._to_device(blocks.reshape(-1)),
+            bias=self._to_device(bias),
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def attend(
         self,
@@ -102,6 +136,20 @@ class TorchBackend:
                 result, rows = result.index_select(0, bucket.valid), rows.index_select(0, bucket.valid)
             output.index_copy_(0, rows, result)
         return output
+
+
+def first_visible(spec: LayerSpec, positions: np.ndarray) -> np.ndarray:
+    """``LayerSpec.first_visible`` of many positions."""
+    if spec.chunk is not None:
+        return positions // spec.chunk * spec.chunk
+    if spec.sliding_window is not None:
+        return np.maximum(positions - (spec.sliding_window - 1), 0)
+    return np.zeros_like(positions)
+
+
+def _bits(counts: np.ndarray) -> np.ndarray:
+    """Bits of ``count - 1``: equal for counts within a factor of two (1, 2, 3-4, 5-8, ...)."""
+    return np.frexp((counts - 1).astype(np.float64))[1]
 
 
 def attend_bucket(

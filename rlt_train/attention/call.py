@@ -1,27 +1,15 @@
-"""What a paged forward carries as ``paged_call``: each layer's cache, plan and backend."""
+"""What a paged forward carries as ``paged_call``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlt_train.attention.contract import AttentionBackend, LayerSpec, PagedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """The paged keys and values of one layer, ``[kv_heads, blocks, block_size, head_dim]`` each, its spec,
-    and the index of its group."""
-
-    spec: LayerSpec
-    group: int
-    keys: torch.Tensor
-    values: torch.Tensor
+from rlt_train.attention.contract import AttentionBackend, LayerCache, PagedBatch
 
 
 class PagedCall:

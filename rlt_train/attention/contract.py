@@ -129,6 +129,17 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The paged keys and values of one layer, ``[kv_heads, blocks, block_size, head_dim]`` each, its spec,
+    and the index of its group."""
+
+    spec: LayerSpec
+    group: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do, declared by it and never inferred.
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from rlt_train.attention.call import LayerCache
-from rlt_train.attention.contract import AttentionGroup, LayerSpec
+from rlt_train.attention.contract import AttentionGroup, LayerCache, LayerSpec
 
 
 class PagedCache:

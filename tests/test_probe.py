@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, build, gemma2, largest_error, llama, prompt, qwen3, smaller
+from tiny import FAMILIES, build, gemma2, largest_error, llama, prompt, qwen3
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -19,6 +19,8 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -33,7 +35,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from rlt_train import RolloutManager, SamplingParams, UnsupportedModelError
 from rlt_train.attention.contract import AttentionGroup
 from rlt_train.engine import probe
-from rlt_train.engine.probe import TOLERANCE, probe_architecture, shrunken_model
+from rlt_train.engine.probe import TOLERANCE, probe_architecture
+from rlt_train.engine.refusals import refuse_unservable
+from rlt_train.engine.shrink import shrunken_model
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.weights.view import GenerationView
 
 SIZES: dict[str, Any] = {"rollouts_in_flight": 2, "max_length": 32, "engine_threads": 1}
@@ -96,6 +101,28 @@ def test_attention_outside_the_interface_is_refused() -> None:
 def test_state_space_models_are_refused() -> None:
     config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4)
     refuse(build(MambaForCausalLM, config, attention="eager"), "MambaForCausalLM", "recurrent state")
+
+
+def test_a_hybrid_class_without_recurrent_layers_is_served() -> None:
+    """The dense Granite 4 models are of a class that keeps state in other models."""
+    config = GraniteMoeHybridConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["full_attention"] * 2,
+        num_local_experts=0,
+        shared_intermediate_size=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        eos_token_id=None,
+    )
+    model = build(GraniteMoeHybridForCausalLM, config)
+    refuse_unservable(model, EngineConfig())
+    assert probe_architecture(GenerationView(model)) < TOLERANCE / 10
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    refuse(model, "GraniteMoeHybridForCausalLM", "linear_attention layers")
 
 
 def test_gpt_j_is_refused_or_served_right() -> None:
@@ -269,8 +296,32 @@ def test_the_shrunken_model_is_the_same_class_and_small_whatever_the_model() -> 
     assert small.config.sliding_window < max(probe._PROMPT_LENGTHS)
 
 
+class PickyLlama(LlamaForCausalLM):
+    """Takes any config but runs with 300 tokens only."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.config.vocab_size == 300
+        return super().forward(*args, **kwargs)
+
+
 def test_a_model_that_cannot_be_shrunken_is_probed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    picky = build(PickyLlama, CONFIG)
+    assert shrunken_model(picky) is None
+    assert probe_architecture(GenerationView(picky)) < TOLERANCE
     monkeypatch.setattr(probe, "shrunken_model", lambda _: None)
-    assert probe_architecture(GenerationView(smaller())) < TOLERANCE
     with pytest.raises(UnsupportedModelError, match="LeakyLlama"):
         probe_architecture(GenerationView(build(LeakyLlama, CONFIG)))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_real_weights_in_half_precision_are_allowed_its_rounding(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "shrunken_model", lambda _: None)
+
+    def view(model: Any) -> GenerationView:
+        return GenerationView(model, torch.bfloat16) if autocast else GenerationView(model.bfloat16())
+
+    assert TOLERANCE < probe_architecture(view(llama())) < probe.HALF_TOLERANCE
+    with pytest.raises(UnsupportedModelError, match="RecencyLlama.*allowed: 0.5"):
+        probe_architecture(view(build(RecencyLlama, CONFIG)))

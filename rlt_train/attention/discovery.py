@@ -34,10 +34,16 @@ class _RecordingCall:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        name = type(module).__name__
+        name, kind = type(module).__name__, _kind_of(self._config, module)
         if key.shape[-1] != value.shape[-1]:
             raise UnsupportedModelError(
-                f"{name} has key heads of {key.shape[-1]} and value heads of {value.shape[-1]}."
+                f"{name} has key heads of {key.shape[-1]} and value heads of {value.shape[-1]} numbers, as "
+                f"multi-head latent attention (DeepSeek) has; the paged KV cache serves one size for both."
+            )
+        if kind == "sliding_attention" and sliding_window is None:
+            raise UnsupportedModelError(
+                f"{name} gives its sliding window to the mask only, and a paged call has no mask. Use a "
+                f"model whose attention passes sliding_window, or a config without windows."
             )
         self.layers[module, self.calls[module]] = LayerSpec(
             query_heads=query.shape[1],
@@ -48,18 +54,16 @@ class _RecordingCall:
             softcap=softcap,
             has_sinks=sinks is not None,
             dtype=key.dtype,
-            chunk=_chunk_of(self._config, module),
+            # transformers gives the chunk to the mask only, and a paged call has no mask.
+            chunk=self._config.attention_chunk_size if kind == "chunked_attention" else None,
         )
         self.calls[module] += 1
         return torch.zeros_like(query)
 
 
-def _chunk_of(config: Any, module: nn.Module) -> int | None:
-    # transformers gives the chunk to the mask only, and a paged call has no mask.
+def _kind_of(config: Any, module: nn.Module) -> str | None:
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds and index is not None and index < len(kinds) and kinds[index] == "chunked_attention":
-        return config.attention_chunk_size
-    return None
+    return kinds[index] if kinds and index is not None and index < len(kinds) else None
 
 
 def discover_layers(view: GenerationView) -> dict[tuple[nn.Module, int], LayerSpec]:
@@ -67,10 +71,9 @@ def discover_layers(view: GenerationView) -> dict[tuple[nn.Module, int], LayerSp
     often it ran before in that forward (a looped model runs the same modules several times a token).
 
     Raises:
-        UnsupportedModelError: fewer modules than hidden layers go through transformers' attention interface
-        (ALiBi
-            and own-attention models, state-space and linear-attention layers), or the forward refuses a paged
-            call.
+        UnsupportedModelError: fewer calls than hidden layers go through transformers' attention interface
+            (own-attention models, state-space and linear-attention layers), an attention layer is of a kind
+            that cannot be paged, or the forward refuses a paged call.
     """
     name = type(view.model).__name__
     call = _RecordingCall(view.config.get_text_config())
@@ -91,10 +94,10 @@ def discover_layers(view: GenerationView) -> dict[tuple[nn.Module, int], LayerSp
             f"{name} cannot run a paged forward: {type(error).__name__}: {error}"
         ) from error
     expected = view.config.get_text_config().num_hidden_layers
-    if len(call.calls) != expected:
+    if len(call.layers) < expected:
         raise UnsupportedModelError(
-            f"{name} has {expected} hidden layers but {len(call.calls)} attention calls went through "
-            f"transformers' attention interface. Models with their own attention (ALiBi, GPT-J), state-space "
-            f"or linear-attention layers keep state that the paged cache does not hold, so they are refused."
+            f"{name} has {expected} hidden layers but {len(call.layers)} attention calls went through "
+            f"transformers' attention interface. What the other layers remember (attention of their own, "
+            f"recurrent state) is not in the paged KV cache, so the model is refused."
         )
     return call.layers

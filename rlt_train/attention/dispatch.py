@@ -20,6 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rlt_train.errors import UnsupportedModelError
 
 _PREFIX = "rlt_paged_over_"
+# Arguments of transformers' attention functions that change which keys count, or how much.
+_CHANGES_SCORES = ("position_bias", "indices", "block_indices")
 
 
 class AttentionCall(Protocol):
@@ -85,6 +87,11 @@ def _paged_or(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Te
         if paged_call is None:
             ordinary = _ordinary_function(module, implementation)
             return ordinary(module, query, key, value, attention_mask, *args, **kwargs)
+        for name in _CHANGES_SCORES:
+            if kwargs.get(name) is not None:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} passes {name} to attention, which paged attention does not carry"
+                )
         scaling = kwargs.get("scaling", args[0] if args else None)
         output = paged_call.attend(
             module,

@@ -11,7 +11,6 @@ from typing import Any
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import UnsupportedModelError
 
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -56,13 +55,15 @@ def _refuse_alibi(name: str, config: Any) -> None:
 
 
 def _refuse_state(name: str, model: Any, config: Any) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or []) - _PAGED_LAYERS)
-    if others or getattr(model, "_is_stateful", False):
-        kinds = f"{', '.join(others)} layers" if others else "state-space or linear-attention layers"
+    kinds = getattr(config, "layer_types", None) or []
+    others = sorted(set(kinds) - _PAGED_LAYERS)
+    # A hybrid's class is stateful even where its config has attention layers only.
+    if others or (getattr(model, "_is_stateful", False) and not kinds):
+        has = f"{', '.join(others)} layers" if others else "state-space or linear-attention layers"
         raise UnsupportedModelError(
-            f"{name} has {kinds}, whose recurrent state the paged KV cache does not hold. Use a model whose "
-            f"layers "
-            f"are all attention."
+            f"{name} has {has}. The paged KV cache serves full, sliding-window and chunked attention; it "
+            f"holds no recurrent state (state-space and linear-attention layers, convolutions) and no index "
+            f"of sparse attention. Use a model whose layers are all attention of those kinds."
         )
 
 
@@ -70,7 +71,7 @@ def _refuse_batch_dependent_rope(name: str, config: Any) -> None:
     for kind in _rope_types(
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     ):
-        if kind in _BATCH_DEPENDENT_ROPE:
+        if "dynamic" in kind or kind == "longrope":
             raise UnsupportedModelError(
                 f"{name} uses {kind!r} RoPE scaling, whose table depends on the longest sequence in the "
                 f"batch: a long request would change a short one's tokens. Set a fixed scaling ('linear', "

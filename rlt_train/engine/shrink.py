@@ -30,6 +30,7 @@ _LIMITS = {
     "laurel_rank": 4,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "num_layers_per_stack": 1,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -38,32 +39,48 @@ _LIMITS = {
     "n_group": 1,
     "topk_group": 1,
 }
-_TOWER_LIMITS = {"num_hidden_layers": 1, "num_layers": 1, "depth": 1, "intermediate_size": 64}
+_SHALLOW_TOWER = {
+    "num_hidden_layers": 1,
+    "num_layers": 1,
+    "num_blocks": 1,
+    "depth": 1,
+    "intermediate_size": 64,
+}
+_NARROW_TOWER = {
+    **_SHALLOW_TOWER,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+}
 
 
 def shrunken_model(model: nn.Module) -> nn.Module | None:
     """A small float32 model of the same class on the CPU, or ``None`` where the class does not take a
     shrunken config. The global random stream is left alone."""
-    config = copy.deepcopy(model.config)
-    implementation = config.get_text_config()._attn_implementation or "eager"
     with torch.random.fork_rng(devices=[]):  # modules draw their first weights from the global stream
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every accelerator too
-        try:
-            shrink_config(config)
-            small = (
-                type(model)
-                ._from_config(
-                    config,
-                    dtype=torch.float32,
-                    attn_implementation=implementation if implementation in ("eager", "sdpa") else "eager",
-                )
-                .eval()
-            )
-            _roughen(small)
-            with torch.inference_mode():  # a config can be taken and still not run
-                small(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
-        except Exception:
-            return None
+        for tower_limits in (_NARROW_TOWER, _SHALLOW_TOWER):  # a tower's widths may hang together
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every accelerator too
+            config = copy.deepcopy(model.config)
+            try:
+                shrink_config(config, tower_limits)
+                return _build(type(model), config)
+            except Exception:
+                continue
+    return None
+
+
+def _build(model_class: Any, config: Any) -> nn.Module:
+    implementation = config.get_text_config()._attn_implementation
+    small = model_class._from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation=implementation if implementation in ("eager", "sdpa") else "eager",
+    ).eval()
+    _roughen(small)
+    with torch.inference_mode():  # a config can be taken and still not run
+        small(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
     return small
 
 
@@ -77,23 +94,23 @@ def _roughen(model: nn.Module) -> None:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
 
 
-def shrink_config(config: Any) -> None:
+def shrink_config(config: Any, tower_limits: Mapping[str, int] = _SHALLOW_TOWER) -> None:
     """Lower sizes and limits in place, keeping every kind of layer and the ratio of query to key heads. Of a
-    nested config the text part is shrunk so, and of any other part the depth."""
+    nested config the text part is shrunk so, and every other part (no text runs through it) to
+    ``tower_limits``."""
     text = config.get_text_config()
     for name in getattr(config, "sub_configs", None) or {}:
         tower = getattr(config, name, None)
         if tower is not None and tower is not text:
-            _lower(tower, _TOWER_LIMITS)
+            _lower(tower, tower_limits)
     _shrink_text(text)
     for part in (config, text):
-        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(part, key, None)
+        _lower(part, dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), text.vocab_size - 1))
 
 
 def _shrink_text(config: Any) -> None:
     overrides = _take_overrides(config)
-    full = {name: _integer(config, name) for name in ("num_key_value_heads", "head_dim", "hidden_size")}
+    full = {name: _integer(config, name) for name in ("num_key_value_heads", "head_dim")}
     ratio = max(1, config.num_attention_heads // (full["num_key_value_heads"] or config.num_attention_heads))
     kv_heads = 1 if ratio > 4 else 2
     query_heads = kv_heads * min(ratio, 4)

@@ -97,7 +97,8 @@ class RolloutManager:
         return self._worker is not None and self._worker.state == "running" and self._worker.dead is None
 
     def start(self) -> RolloutManager:
-        """Probe the architecture, allocate the KV cache and start the thread. A second call does nothing.
+        """Probe the architecture, allocate the KV cache, let the attention backends compile, and start the
+        thread. A second call does nothing.
 
         Raises:
             UnsupportedModelError, BackendSelectionError, ValueError: before anything is started.
@@ -109,8 +110,10 @@ class RolloutManager:
         if self._engine is None:
             refuse_unservable(self.view.model, self.config)
             probe_architecture(self.view)
-            self._engine = Engine(self.view, self.config, self.attention_info["requested"])
-            self.attention_info |= self._engine.attention_info()
+            engine = Engine(self.view, self.config, self.attention_info["requested"])
+            engine.warmup()
+            self._engine = engine
+            self.attention_info |= engine.attention_info()
         else:
             # Nobody watched the weights while stopped: what is cached may belong to others.
             self._engine.weights_changed(self.policy_version + 1, "keep")
@@ -151,6 +154,23 @@ class RolloutManager:
         if worker.is_current_thread:
             raise RuntimeError("stop() on the engine thread (from a 'finished' hook) would wait for itself")
         worker.stop(drain, timeout)
+
+    def warmup(self, timeout: float | None = None) -> None:
+        """Let the attention backends compile anew, with the engine paused: after a compile that failed at the
+        start, say. What came of it is in ``attention_info``, under "warmup" of each group.
+
+        Call it on the training thread, or while nothing trains: a compiler saves and restores the global
+        random stream, so that a training step beside it would draw the same numbers twice. Waits and raises
+        as ``pause`` does, and:
+
+        Raises:
+            EngineStoppedError: the manager is not started.
+        """
+        self._running_worker()
+        assert self._engine is not None
+        with self.pause(timeout):
+            self._engine.warmup()
+            self.attention_info |= self._engine.attention_info()
 
     def __enter__(self) -> RolloutManager:
         return self.start()

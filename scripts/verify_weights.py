@@ -1,12 +1,15 @@
 """Show that generating while training changes no weight: train alone, train beside a busy engine, compare.
 
     python scripts/verify_weights.py --steps 300 --attn sdpa --sampling sampled --dropout 0.1 --family dense
+    python scripts/verify_weights.py --backend flex --steps 60
     python scripts/verify_weights.py --engine transformers
 
 Both runs start from the same weights, the same seed and the same pre-drawn batches. Beside the second one, a
 rollout manager generates from the very parameters that are trained, paused only for the optimizer step. Fails
 (exit code 1) if the sha256 of the weights differs after any step, if a request failed, or if fewer than half
 of the engine's forwards overlapped a training forward or backward: then the comparison would show little.
+After a third of the steps the attention backends compile anew in the fence of a step (``flex`` from empty
+caches), which must leave no trace either.
 ``--engine transformers`` puts transformers' own continuous batching beside training, fenced in the same way.
 What is left out: gradient accumulation, schedules and clipping, which touch nothing that is shared.
 """
@@ -20,10 +23,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +65,7 @@ class VerifyArguments:
     threads: Literal[1, 2] = field(default=1, metadata={"help": "training's threads; the engine has 1"})
     family: Literal["dense", "moe"] = field(default="dense", metadata={"help": "Qwen3 or Qwen3-MoE"})
     engine: Literal["rlt", "transformers"] = field(default="rlt", metadata={"help": "whose engine generates"})
+    backend: str = field(default="auto", metadata={"help": "attention backend of rlt's engine"})
     seed: int = field(default=0, metadata={"help": "seed of weights, batches, dropout and prompts"})
     hidden: int = field(default=64, metadata={"help": "width of the model"})
     layers: int = field(default=4, metadata={"help": "number of layers"})
@@ -86,8 +90,17 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class EngineReport:
-    """What the engine did beside training."""
+    """What the engine was told to do beside training, and what it did.
 
+    Attributes:
+        backend: attention backend asked for.
+        warmup_step: the optimizer step in whose fence the backends compile anew; ``None`` for none.
+        warmup: what came of that, in the backends' words.
+    """
+
+    backend: str = "auto"
+    warmup_step: int | None = None
+    warmup: str | None = None
     tokens_generated: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
@@ -174,10 +187,12 @@ def beside_manager(
         max_length=LONGEST_PROMPT + MOST_NEW_TOKENS,
         max_tokens_per_step=CHUNK,
         engine_threads=1,
+        attention_backend=report.backend,
     )
     with ExitStack() as stack:
         time_pauses(manager, optimizer, report, stack)
         stack.callback(fence_optimizer(optimizer, manager))
+        compile_midway(manager, optimizer, report, stack)
         stack.enter_context(manager)
         keep_busy(manager, prompts, report, stack)
         try:
@@ -206,6 +221,31 @@ def keep_busy(manager: RolloutManager, prompts: list[Prompt], report: EngineRepo
 
     refill()
     stack.callback(manager.on("finished", finished))
+
+
+def compile_midway(
+    manager: RolloutManager, optimizer: Optimizer, report: EngineReport, stack: ExitStack
+) -> None:
+    """Let the attention backends compile anew in one optimizer step. Call it after the fence, whose pause it
+    uses."""
+    steps = count(1)
+
+    def warm_up(*_: Any) -> None:
+        if next(steps) != report.warmup_step:
+            return
+        with empty_caches() if report.backend == "flex" else nullcontext():
+            manager.warmup()
+        groups = manager.attention_info["groups"]
+        report.warmup = "; ".join(str(group["warmup"]) for group in groups)
+
+    stack.callback(optimizer.register_step_pre_hook(warm_up).remove)
+
+
+def empty_caches() -> AbstractContextManager[None]:
+    """While open, PyTorch's compiler finds nothing that it compiled before, in this process or another."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
 
 
 def time_pauses(
@@ -331,6 +371,8 @@ class Verdict:
         if self.report.overlap < LEAST_OVERLAP:
             share = f"{self.report.overlap:.1%} of the engine's forwards"
             found.append(f"{share} overlapped training compute; {LEAST_OVERLAP:.0%} are needed")
+        if "did not compile" in (self.report.warmup or ""):
+            found.append(f"the attention backend {self.report.warmup}")
         if self.report.requests_failed:
             found.append(f"{self.report.requests_failed} requests failed")
         return found
@@ -338,7 +380,8 @@ class Verdict:
 
 def verify(arguments: VerifyArguments, folder: Path) -> Verdict:
     """Run both, compare, and, if they differ, check that training alone repeats itself."""
-    task, prompts, report = build_task(arguments), draw_prompts(arguments), EngineReport()
+    task, prompts = build_task(arguments), draw_prompts(arguments)
+    report = EngineReport(backend=arguments.backend, warmup_step=max(1, arguments.steps // 3))
     beside = partial(beside_manager if arguments.engine == "rlt" else beside_transformers, prompts, report)
     alone = equivalence.run_alone(task, folder / "alone.jsonl")
     error = None

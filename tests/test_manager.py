@@ -304,7 +304,7 @@ def test_stats_and_attention_info_say_what_happened(manager: RolloutManager) -> 
     stats = manager.stats()
     assert stats["tokens_generated"] == 8 and stats["forward_tokens"] == 9 + 7 and stats["forwards"] == 8
     assert stats["kv_blocks"] == 8 * 16 and stats["kv_bytes"] == 8 * 16 * 4 * (2 * 2 * 2 * 8 * 4)
-    assert manager.attention_info["requested"] == "auto" and manager.attention_info["selected"] == "torch"
+    assert manager.attention_info["requested"] == "auto" and manager.attention_info["selected"] == "numba"
 
 
 def test_overlap_counts_the_forwards_that_ran_beside_training(model: Any) -> None:

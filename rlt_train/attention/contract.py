@@ -179,6 +179,9 @@ class AttentionBackend(ABC):
         group: the layers it serves.
         block_size: tokens a KV block.
         device: where keys, values and queries live.
+
+    Attributes:
+        warmup_report: what ``warmup`` came to, in words; ``None`` if there is nothing to say.
     """
 
     name: ClassVar[str]
@@ -188,6 +191,7 @@ class AttentionBackend(ABC):
         self.group = group
         self.block_size = block_size
         self.device = device
+        self.warmup_report: str | None = None
 
     @classmethod  # noqa: B027
     def load(cls) -> None:
@@ -195,6 +199,16 @@ class AttentionBackend(ABC):
 
         Raises:
             ImportError, OSError: it is missing or broken; the text becomes the reason to skip this backend.
+        """
+
+    def warmup(self, keys: torch.Tensor, values: torch.Tensor, most_sequences: int) -> None:  # noqa: B027
+        """Compile what serves layers with ``keys`` and ``values`` of this shape, dtype and strides
+        ``[kv_heads, blocks, block_size, head_dim]`` (read at most: they may be in use) and steps of up to
+        ``most_sequences`` sequences.
+
+        The one place for it: a compiler may save and restore global state, such as the random stream that
+        training draws from. It is called while neither the engine nor training runs, on another thread than
+        the engine's, and may be called again.
         """
 
     @abstractmethod

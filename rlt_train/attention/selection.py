@@ -32,7 +32,7 @@ BACKENDS = ("auto", *_PLACES)
 AUTO_ORDER: dict[Kind, tuple[str, ...]] = {
     "cuda": ("flash4", "flash3", "flash2", "triton", "torch"),
     "rocm": ("triton", "torch"),
-    "cpu": ("torch",),
+    "cpu": ("numba", "torch"),
     "mps": ("torch",),
 }
 

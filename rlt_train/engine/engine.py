@@ -72,6 +72,13 @@ class Engine:
         self.tokens_generated = 0
         self._sequences: dict[str, Sequence] = {}
 
+    def warmup(self) -> None:
+        """Let the backends compile for these sizes; see ``AttentionBackend.warmup`` for when that may be."""
+        layers = list(self.cache.layers.values())
+        for group, backend in zip(self.groups, self.backends, strict=True):
+            layer = layers[group.layers[0]]
+            backend.warmup(layer.keys, layer.values, self.config.rollouts_in_flight)
+
     def attention_info(self) -> dict[str, Any]:
         """Which backend serves which layers and why: ``selected``, ``reason`` and ``skipped`` of the first
         group, and the same of every group under ``groups``."""
@@ -83,8 +90,9 @@ class Engine:
                 "selected": selection.selected,
                 "reason": selection.reason,
                 "skipped": selection.skipped,
+                "warmup": backend.warmup_report,
             }
-            for group, selection in zip(self.groups, self.selections, strict=True)
+            for group, selection, backend in zip(self.groups, self.selections, self.backends, strict=True)
         ]
         names = list(dict.fromkeys(selection.selected for selection in self.selections))
         first = self.selections[0]

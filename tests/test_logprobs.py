@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlt_train.grpo import logprobs
 from rlt_train.grpo.logprobs import chunked_logprobs, default_chunk, logprobs_of_logits
 
 
@@ -245,3 +247,89 @@ def test_arguments_that_do_not_fit_are_named(options, message) -> None:
     arguments = dict(hidden=states, lm_head=head, targets=targets, temperature=1.0, chunk_tokens=4)
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(**arguments | options)
+
+
+class FakeKernel:
+    """Stands in for `rlt_kernels.selective_logprob`, and says whether it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    @staticmethod
+    def LogitTransform(logit_scale: float, softcap: float | None, temperature: float) -> dict:
+        return dict(scale=logit_scale, softcap=softcap, temperature=temperature)
+
+    def selective_logprob(self, hidden, weight, bias, targets, transform) -> tuple[Tensor, Tensor]:
+        self.calls.append((hidden, weight, bias, targets, transform))
+        return hidden.sum(dim=-1), torch.zeros(len(targets))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    fake = FakeKernel()
+    monkeypatch.setattr(logprobs, "_kernel_runs_on", lambda device: True)
+    monkeypatch.setattr(logprobs, "_fused_kernel", lambda: fake)
+    return fake
+
+
+def hooked(head: nn.Linear) -> nn.Linear:
+    head.register_forward_hook(lambda module, inputs, output: output + 1)
+    return head
+
+
+def patched(head: nn.Linear) -> nn.Linear:
+    head.forward = lambda rows: nn.functional.linear(rows, head.weight, head.bias) + 1  # type: ignore[method-assign]
+    return head
+
+
+OTHER_HEADS = {
+    "hook": hooked,
+    "patched forward": patched,
+    "adapter": lambda head: nn.Sequential(head, nn.Identity()),
+    "parametrized": lambda head: nn.utils.parametrizations.weight_norm(head),
+    "float64": lambda head: head.double(),
+}
+
+
+def test_a_plain_head_on_a_gpu_goes_through_the_kernel(kernel: FakeKernel) -> None:
+    states, head, targets = problem(9, 8, 30)
+    chunked_logprobs(states, head, targets, temperature=0.7, chunk_tokens=4, softcap=3.0, logit_scale=0.5)
+    hidden, weight, bias, ids, transform = kernel.calls[0]
+    assert hidden is states and weight is head.weight and bias is head.bias and ids is targets
+    assert transform == dict(scale=0.5, softcap=3.0, temperature=0.7)
+
+
+def test_the_kernel_multiplies_in_the_dtype_of_autocast(kernel: FakeKernel) -> None:
+    states, head, targets = problem(9, 8, 30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chunked_logprobs(states, head, targets, temperature=1.0, chunk_tokens=4)
+    assert {tensor.dtype for tensor in kernel.calls[0][:3]} == {torch.bfloat16}
+    assert kernel.calls[0][1].grad_fn is not None  # the gradient comes back in the weight's own dtype
+
+
+@pytest.mark.parametrize("name", OTHER_HEADS)
+def test_a_head_that_is_more_than_a_linear_layer_is_called(kernel: FakeKernel, name: str) -> None:
+    states, head, targets = problem(9, 8, 30)
+    head = OTHER_HEADS[name](head)
+    states = states.to(next(head.parameters()).dtype)
+    logps, _ = chunked_logprobs(states, head, targets, temperature=1.0, chunk_tokens=4)
+    assert not kernel.calls
+    torch.testing.assert_close(logps, logprobs_of_logits(head(states), targets, 1.0)[0])
+
+
+def test_without_the_kernel_a_gpu_computes_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logprobs, "_kernel_runs_on", lambda device: True)
+    monkeypatch.setitem(sys.modules, "rlt_kernels.selective_logprob", None)
+    logprobs._fused_kernel.cache_clear()
+    states, head, targets = problem(9, 8, 30)
+    with caplog.at_level("INFO", logger="rlt_train"):
+        logps, _ = chunked_logprobs(states, head, targets, temperature=1.0, chunk_tokens=4)
+    logprobs._fused_kernel.cache_clear()
+    torch.testing.assert_close(logps, logprobs_of_logits(head(states), targets, 1.0)[0])
+    assert "the fused kernel cannot be imported" in caplog.text
+
+
+def test_a_cpu_computes_in_chunks() -> None:
+    assert not logprobs._kernel_runs_on(torch.device("cpu"))

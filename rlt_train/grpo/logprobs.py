@@ -1,16 +1,22 @@
 """Log-probabilities of given tokens from hidden states, without ever holding the logits of the whole batch.
 
 For a vocabulary of 150,000 the fp32 logits of 8,000 tokens take 4.8 GB, and autograd keeps several tensors of
-that size. Here the head, the log-softmax and their backward run over a few tokens at a time.
+that size. Here the head, the log-softmax and their backward run over a few tokens at a time, or on an NVIDIA
+GPU in a kernel over a few tokens and vocabulary entries at a time.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20
 """Size of a chunk's fp32 logits by default: small enough to stay near the caches, large enough to keep cores
@@ -55,6 +61,9 @@ def chunked_logprobs(
     dtype; scale and soft-cap are applied in the head's dtype and in transformers' order, so that the logits
     are the model's own, bit for bit.
 
+    On an NVIDIA GPU with triton, a head that is an ordinary linear layer goes through the kernel of
+    `rlt_kernels.selective_logprob` instead, which rounds at the same places and needs no chunks.
+
     Args:
         hidden: [T, H], last hidden states at the positions that predict `targets`.
         lm_head: [c, H] -> [c, V]; its parameters receive gradients. Called twice a chunk when gradients are
@@ -75,6 +84,11 @@ def chunked_logprobs(
     if targets.numel() == 0:
         # Still joined to the graph, so that a loss over no tokens can be sent backward.
         return hidden.float().sum(dim=-1), torch.zeros(0, dtype=torch.float32, device=hidden.device)
+
+    kernel = _fused_kernel() if _kernel_runs_on(hidden.device) and _is_plain_linear(lm_head) else None
+    if kernel is not None:
+        transform = kernel.LogitTransform(logit_scale, softcap, temperature)
+        return kernel.selective_logprob(*_cast_as_linear(hidden, lm_head), targets, transform)
 
     def one_chunk(chunk_hidden: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = _transform(lm_head(chunk_hidden), softcap, logit_scale)
@@ -118,6 +132,41 @@ def _transform(logits: Tensor, softcap: float | None, logit_scale: float) -> Ten
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return logits
+
+
+def _kernel_runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def _fused_kernel() -> ModuleType | None:
+    try:
+        import rlt_kernels.selective_logprob as kernel
+    except (ImportError, OSError) as error:
+        logger.info("Log-probs are computed in chunks: the fused kernel cannot be imported (%s).", error)
+        return None
+    return kernel
+
+
+def _is_plain_linear(lm_head: Callable[[Tensor], Tensor]) -> bool:
+    """Whether weight and bias say all about the head: no subclass (adapters, quantisation, compilation), no
+    hook, no parameter that is only a shard, and a dtype that the kernel knows."""
+    if type(lm_head) is not nn.Linear or "forward" in vars(lm_head):
+        return False
+    if type(lm_head.weight) is not nn.Parameter or lm_head._forward_hooks or lm_head._forward_pre_hooks:
+        return False
+    return lm_head.weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _cast_as_linear(hidden: Tensor, lm_head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias in the dtype in which autocast would multiply them."""
+    weight, bias = lm_head.weight, lm_head.bias
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _check(

@@ -90,7 +90,8 @@ def _paged_or(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Te
         for name in _CHANGES_SCORES:
             if kwargs.get(name) is not None:
                 raise UnsupportedModelError(
-                    f"{type(module).__name__} passes {name} to attention, which paged attention does not carry"
+                    f"{type(module).__name__} passes {name} to attention, and paged attention does not "
+                    f"carry it"
                 )
         scaling = kwargs.get("scaling", args[0] if args else None)
         output = paged_call.attend(

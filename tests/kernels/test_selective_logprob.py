@@ -7,11 +7,7 @@ Every buffer that the launchers allocate is poisoned, so a number that no progra
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest

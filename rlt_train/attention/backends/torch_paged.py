@@ -16,6 +16,9 @@ import torch
 from rlt_train.attention.contract import AttentionBackend, Capabilities, LayerSpec, PagedBatch
 
 
+_GATHER_BYTES = 2**20
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Sequences of similar query and context length, padded to common sizes: ``n`` sequences, ``q`` rows,
@@ -61,13 +64,21 @@ class TorchBackend(AttentionBackend):
         first_row = np.cumsum(lengths) - lengths
         keys = np.stack([_bits(lengths), _bits(count)], axis=1)
         kinds, kind_of = np.unique(keys, axis=0, return_inverse=True)
+        members = [np.flatnonzero(kind_of.reshape(-1) == kind) for kind in range(len(kinds))]
+        pieces = [piece for chosen in members for piece in self._split(chosen, int(count[chosen].max()))]
         buckets = []
-        for kind in range(len(kinds)):
-            chosen = np.flatnonzero(kind_of.reshape(-1) == kind)
+        for chosen in pieces:
             tables = batch.host_tables[first:][chosen]
             bucket = self._bucket(tables, starts[chosen], lengths[chosen], begin[chosen], count[chosen])
-            buckets.append(self._locate(bucket, first_row[chosen], lengths[chosen], whole=len(kinds) == 1))
+            buckets.append(self._locate(bucket, first_row[chosen], lengths[chosen], whole=len(pieces) == 1))
         return buckets
+
+    def _split(self, chosen: np.ndarray, blocks: int) -> list[np.ndarray]:
+        """Cut a bucket so that the keys it gathers stay in the caches; a large gather costs page faults."""
+        spec = self.group.spec
+        size = blocks * self.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        most = max(1, _GATHER_BYTES // size) if self.device.type == "cpu" else len(chosen)
+        return np.array_split(chosen, -(-len(chosen) // most))
 
     def _bucket(
         self,

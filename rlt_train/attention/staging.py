@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class StagingBuffers:
 
     def array(self, shape: tuple[int, ...], dtype: type[np.generic]) -> StagedArray:
         """The next uninitialised array of the buffer."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         first = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         self._used = first + size
         host = self._host[self._turn][first : self._used]

@@ -83,14 +83,14 @@ def _tanh(x: float) -> float:
 
 
 @numba.njit(fastmath=_REORDER, forceinline=True)
-def _rows_of(block, row, stop):  # noqa: ANN001, ANN202
+def _rows_of(block, row, stop):
     """Four rows from ``row`` on; the last before ``stop`` again instead of what may not be read."""
     last = stop - 1
     return block[row], block[min(row + 1, last)], block[min(row + 2, last)], block[min(row + 3, last)]
 
 
 @numba.njit(fastmath=_REORDER, forceinline=True)
-def _score(q, store, table, skip, end, scores, highest, following, folded, head_dim):  # noqa: ANN001, ANN202
+def _score(q, store, table, skip, end, scores, highest, following, folded, head_dim):
     """``scores[g, j] = q[g] . key j`` and their maxima, over the keys ``skip .. end`` of the blocks of
     ``table``; ``following`` is the block that is read next. Up to three scores beyond are written too."""
     block_size = store.shape[1]
@@ -118,7 +118,7 @@ def _score(q, store, table, skip, end, scores, highest, following, folded, head_
 
 
 @numba.njit(fastmath=_REORDER, forceinline=True)
-def _softmax(scores, highest, softcap, sink):  # noqa: ANN001, ANN202
+def _softmax(scores, highest, softcap, sink):
     """Scores to weights that are not yet normalised; returns the factor that normalises them."""
     top = highest
     if softcap > 0:
@@ -135,7 +135,7 @@ def _softmax(scores, highest, softcap, sink):  # noqa: ANN001, ANN202
 
 
 @numba.njit(fastmath=_REORDER, forceinline=True)
-def _weigh(weights, store, table, skip, end, sums, following, folded, head_dim):  # noqa: ANN001, ANN202
+def _weigh(weights, store, table, skip, end, sums, following, folded, head_dim):
     """``sums[g] += weights[g, j] * value j`` over the same keys as ``_score``."""
     block_size = store.shape[1]
     for i in range(table.shape[0]):
@@ -171,7 +171,7 @@ def build_decode(folded: int, head_dim: int) -> Callable[..., None]:
         query_heads, head_dim]``. All but query are contiguous. Only visible keys and values are read.
     """
 
-    def decode(query, keys, values, tables, first, contexts, scale, softcap, sinks, output):  # noqa: ANN001, ANN202
+    def decode(query, keys, values, tables, first, contexts, scale, softcap, sinks, output):
         block_size = keys.shape[2]
         q = np.empty((folded, head_dim), np.float32)
         sums = np.empty((folded, head_dim), np.float32)
@@ -220,7 +220,7 @@ def build_write() -> Callable[..., None]:
     """Compile ``write(rows, slots, store)``: ``rows [t, kv_heads, head_dim]`` float32 of any strides go to
     the slots ``[t]`` int64 of ``store [kv_heads, blocks, block_size, head_dim]``."""
 
-    def write(rows, slots, store):  # noqa: ANN001, ANN202
+    def write(rows, slots, store):
         block_size = store.shape[2]
         for i in range(slots.shape[0]):
             block, offset = slots[i] // block_size, slots[i] % block_size

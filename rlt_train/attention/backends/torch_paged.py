@@ -15,7 +15,6 @@ import torch
 
 from rlt_train.attention.contract import AttentionBackend, Capabilities, LayerSpec, PagedBatch
 
-
 _GATHER_BYTES = 2**20
 
 

@@ -27,6 +27,15 @@ class RequestError(ValueError):
     """One request is invalid or failed; every other request is unharmed."""
 
 
+class DeadlineError(RequestError, TimeoutError):
+    """A request passed its deadline; what it had generated is on the output, every other request is
+    unharmed."""
+
+
+class QueueFullError(RuntimeError):
+    """The queue holds as many requests as ``max_queued`` allows, and none left in time; nothing was queued."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine thread stopped on an error (the ``__cause__``); every waiter and every later call raises
     this."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,17 +16,19 @@ from torch import nn
 
 from rlt_train.attention.selection import BACKENDS
 from rlt_train.checks import one_of
-from rlt_train.engine.engine import Engine, new_group
+from rlt_train.engine.engine import Engine
+from rlt_train.engine.params import SamplingParams
 from rlt_train.engine.probe import probe_architecture
 from rlt_train.engine.refusals import refuse_unservable
-from rlt_train.engine.request import Request
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.request import RolloutOutput
 from rlt_train.engine.sizes import EngineConfig
-from rlt_train.errors import EngineStoppedError, RequestError
+from rlt_train.engine.stopping import Decode
+from rlt_train.errors import EngineStoppedError
 from rlt_train.gate import ForwardGate, Hold
 from rlt_train.handle import RolloutHandle
 from rlt_train.hooks import Event, Hooks
 from rlt_train.overlap import OverlapMeter
+from rlt_train.requests import RequestFactory
 from rlt_train.threads import split_threads
 from rlt_train.weights.view import GenerationView
 from rlt_train.worker import EngineWorker
@@ -52,7 +53,9 @@ class RolloutManager:
         autocast_dtype: see ``GenerationView``.
         attention_backend: "auto" (the best that fits, see ``python -m rlt_train.attention``) or a backend's
             name, which must fit.
-        defaults: sampling parameters of requests that bring none.
+        defaults: sampling parameters where a request sets none; before the model's generation config.
+        tokenizer: needed for ``stop_strings`` only.
+        max_queued: requests that may wait at once; further ones wait in ``submit``. Default: any number.
         **sizes: fields of ``EngineConfig``, e.g. ``rollouts_in_flight=64, max_length=512``.
 
     Raises:
@@ -69,6 +72,8 @@ class RolloutManager:
         autocast_dtype: torch.dtype | None = None,
         attention_backend: str = "auto",
         defaults: SamplingParams | None = None,
+        tokenizer: Any = None,
+        max_queued: int | None = None,
         **sizes: Any,
     ) -> None:
         one_of("in_flight", in_flight, IN_FLIGHT)
@@ -78,15 +83,17 @@ class RolloutManager:
         self.overlap = OverlapMeter()
         self.attention_info: dict[str, Any] = {"requested": attention_backend}
         self._in_flight = in_flight
-        self._defaults = defaults or SamplingParams()
+        self._requests = RequestFactory(self.view, defaults)
+        self._decode = None if tokenizer is None else _decoder(tokenizer)
+        self._max_queued = max_queued
         self._engine_threads = split_threads(self.view.device, engine=engine_threads).engine
         self._gate = ForwardGate(on_release=self._before_resume)
         self._hooks = Hooks()
         self._engine: Engine | None = None
+        self._version_before = 0  # the policy version with which the next engine begins
         self._worker: EngineWorker | None = None
         self._weight_versions: list[int] = []
         self._updates: list[Hold] = []  # updates being written now; another one inside them is no surprise
-        self._submitted = 0
         _stop_at_exit(self)
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -110,7 +117,8 @@ class RolloutManager:
         if self._engine is None:
             refuse_unservable(self.view.model, self.config)
             probe_architecture(self.view)
-            engine = Engine(self.view, self.config, self.attention_info["requested"])
+            engine = Engine(self.view, self.config, self.attention_info["requested"], decode=self._decode)
+            engine.weights_changed(self._version_before, "keep")
             engine.warmup()
             self._engine = engine
             self.attention_info |= engine.attention_info()
@@ -120,7 +128,14 @@ class RolloutManager:
         self.view.verify_shared()
         self._weight_versions = self.view.weight_versions()
         self._worker = EngineWorker(
-            self._engine, self._gate, self.overlap, self._engine_threads, self._guard, self._hooks.finished
+            self._engine,
+            self._gate,
+            self.overlap,
+            self._engine_threads,
+            self._guard,
+            self._hooks.finished,
+            self.submit,
+            self._max_queued,
         )
         cache = self._engine.cache
         logger.info(
@@ -172,6 +187,21 @@ class RolloutManager:
             self._engine.warmup()
             self.attention_info |= self._engine.attention_info()
 
+    def restart(self, timeout: float | None = 60.0) -> RolloutManager:
+        """Start anew after ``stop`` or after the engine died, with an empty cache and the next policy version; call
+        it when the cause is gone. What was in flight stays failed. A running manager is left as it is.
+
+        Raises:
+            TimeoutError: the dead engine's thread is still in a forward after ``timeout`` seconds.
+            As ``start`` does.
+        """
+        worker = self._worker
+        if worker is not None and worker.dead is not None:
+            worker.join(timeout)
+            self._version_before = self.policy_version + 1
+            self._engine = self._worker = None
+        return self.start()
+
     def __enter__(self) -> RolloutManager:
         return self.start()
 
@@ -180,6 +210,12 @@ class RolloutManager:
 
     # -- requests --------------------------------------------------------------------------------------------
 
+    @property
+    def defaults(self) -> SamplingParams:
+        """What a request that sets nothing gets: the given defaults, then the model's generation config, then
+        ``BUILT_IN``."""
+        return self._requests.defaults
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -187,14 +223,17 @@ class RolloutManager:
         *,
         request_id: str | None = None,
         metadata: Any = None,
+        timeout: float | None = None,
     ) -> RolloutHandle:
-        """Queue one sample of one prompt.
+        """Queue one sample of one prompt; waits for room if the queue is full, ``timeout`` seconds at most (0:
+        not at all).
 
         Raises:
             RequestError: bad prompt or parameters, or an id in use; nothing is queued then.
+            QueueFullError: no room within ``timeout``.
             EngineDeadError, EngineStoppedError: nothing can be queued.
         """
-        return self._submit(_token_ids(prompt_ids), params or self._defaults, None, request_id, metadata)[0]
+        return self._submit(prompt_ids, params, None, request_id, metadata, timeout)[0]
 
     def submit_group(
         self,
@@ -204,6 +243,7 @@ class RolloutManager:
         *,
         request_id: str | None = None,
         metadata: Any = None,
+        timeout: float | None = None,
     ) -> list[RolloutHandle]:
         """Queue ``n`` samples of one prompt, which is computed once. Member ``i`` is called
         ``<request_id>-<i>``.
@@ -211,42 +251,41 @@ class RolloutManager:
         With ``params.seed`` given, each member draws from a stream of its own under that seed. Raises as
         ``submit`` does.
         """
-        if n < 1:
-            raise RequestError(f"n={n} samples of a prompt; give at least 1")
-        return self._submit(_token_ids(prompt_ids), params or self._defaults, n, request_id, metadata)
+        return self._submit(prompt_ids, params, n, request_id, metadata, timeout)
 
     def _submit(
         self,
-        prompt_ids: list[int],
-        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None,
         n: int | None,
         request_id: str | None,
         metadata: Any,
+        timeout: float | None,
     ) -> list[RolloutHandle]:
         worker = self._running_worker()
         assert self._engine is not None
-        self._engine.validate(prompt_ids, params)
-        eos = params.eos_token_ids if params.eos_token_ids is not None else self.view.eos_token_ids
-        group = new_group(n or 1)
-        with self._gate.lock:
-            number = self._submitted
-            self._submitted += n or 1
-        name = request_id or f"request-{number}"
-        # A given seed names 2**64 streams of its own, one a member; numbered requests share those of seed -1.
-        stream = number - (1 << 64) if params.seed is None else params.seed << 64
-        requests = [
-            Request(
-                request_id=name if n is None else f"{name}-{member}",
-                prompt_ids=prompt_ids,
-                params=params,
-                seed=stream + member,
-                eos_token_ids=frozenset() if params.ignore_eos else frozenset(eos),
-                group=group,
-                metadata=metadata,
-            )
-            for member in range(n or 1)
-        ]
-        return worker.submit(requests)
+        requests = self._requests.build(self._engine, prompt_ids, params, n, request_id, metadata)
+        return worker.submit(requests, timeout)
+
+    def as_completed(
+        self, handles: Iterable[RolloutHandle] | None = None, timeout: float | None = None
+    ) -> Iterator[RolloutOutput]:
+        """Yield outputs in the order in which requests finish; ``timeout`` bounds the wait for each. A failed
+        request is an output with ``finish_reason="error"`` here, so that the others still come.
+
+        Args:
+            handles: default: everything in flight now.
+
+        Raises:
+            TimeoutError, EngineDeadError, EngineStoppedError: the next one does not come.
+        """
+        worker = self._running_worker()
+        pending = list(worker.handles.values() if handles is None else handles)
+        while pending:
+            worker.wait_for(lambda: any(handle.done for handle in pending), timeout, "the next request")
+            for handle in [handle for handle in pending if handle.done]:
+                pending.remove(handle)
+                yield handle.output
 
     def cancel(self, request_id: str) -> None:
         """End a request as "cancelled"; unknown and finished ids are ignored."""
@@ -273,7 +312,7 @@ class RolloutManager:
     @property
     def policy_version(self) -> int:
         """How many weight updates the policy has seen under this manager."""
-        return 0 if self._engine is None else self._engine.policy_version
+        return self._version_before if self._engine is None else self._engine.policy_version
 
     def pause(self, timeout: float | None = None) -> Hold:
         """Stop the engine at its next forward boundary. Several threads, and one thread several times, may
@@ -398,7 +437,10 @@ class RolloutManager:
                 "kv_bytes": engine.cache.nbytes(),
                 "prompt_tokens": engine.scheduler.prompt_tokens,
                 "prompt_tokens_reused": engine.scheduler.prompt_tokens_reused,
+                "prefix_hit_rate": engine.scheduler.prompt_tokens_reused
+                / max(1, engine.scheduler.prompt_tokens),
                 "preemptions": engine.scheduler.preemptions,
+                "queued": engine.queued,
             }
         return counts
 
@@ -438,16 +480,11 @@ class RolloutManager:
             self._worker.kill(error)
 
 
-def _token_ids(prompt_ids: Sequence[int]) -> list[int]:
-    """Plain ints of whatever holds integers (a list, a NumPy array, a tensor ``[tokens]``).
+def _decoder(tokenizer: Any) -> Decode:
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    Raises:
-        RequestError: something else is among them.
-    """
-    try:
-        return [operator.index(token) for token in prompt_ids]
-    except TypeError as error:
-        raise RequestError(f"a prompt is a sequence of integer token ids: {error}") from error
+    return decode
 
 
 def _granted_at_once(*_: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from rlt_train.engine.engine import Engine, StepResult
 from rlt_train.engine.request import Request, RolloutOutput, Sequence
-from rlt_train.errors import EngineDeadError, EngineStoppedError, RequestError
+from rlt_train.errors import EngineDeadError, EngineStoppedError, QueueFullError, RequestError
 from rlt_train.gate import ForwardGate
 from rlt_train.handle import RolloutHandle
 from rlt_train.overlap import OverlapMeter
@@ -32,6 +32,8 @@ class EngineWorker:
         num_threads: intra-op threads of the engine thread.
         guard: called after each forward, before its tokens go out; its error kills the engine.
         on_finished: called on the engine thread with each output; must not raise.
+        submit: submits the next turn of a request (``RolloutManager.submit``).
+        max_queued: requests that may wait for their first forward at once; ``None`` is any number.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class EngineWorker:
         num_threads: int,
         guard: Callable[[], None],
         on_finished: Callable[[RolloutOutput], None],
+        submit: Callable[..., RolloutHandle],
+        max_queued: int | None = None,
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -49,6 +53,9 @@ class EngineWorker:
         self._num_threads = num_threads
         self._guard = guard
         self._on_finished = on_finished
+        self._submit = submit
+        self._max_queued = max_queued
+        self._callbacks: dict[RolloutHandle, list[Callable[[], None]]] = {}
         self.outputs = threading.Condition(gate.lock)
         self.handles: dict[str, RolloutHandle] = {}
         self.dead: BaseException | None = None
@@ -67,18 +74,22 @@ class EngineWorker:
         """The caller runs on the engine thread (in a hook)."""
         return threading.current_thread() is self._thread
 
-    def submit(self, requests: list[Request]) -> list[RolloutHandle]:
-        """Queue validated requests, all or none.
+    def submit(self, requests: list[Request], timeout: float | None = None) -> list[RolloutHandle]:
+        """Queue validated requests, all or none; waits for room in a full queue, ``timeout`` seconds at most.
 
         Raises:
             RequestError: an id is already in flight.
+            QueueFullError: no room in time, or never for so many.
             EngineDeadError, EngineStoppedError: nothing can be queued.
         """
         with self._gate.lock:
             self.check_alive()
+            self._wait_for_room(len(requests), timeout)
             if self.state != "running":
                 raise EngineStoppedError("the rollout manager is stopping; it takes no more requests")
-            handles = {request.request_id: RolloutHandle(self, request.request_id) for request in requests}
+            handles = {
+                request.request_id: RolloutHandle(self, request, self._submit) for request in requests
+            }
             for request_id in handles:
                 if request_id in self.handles:
                     raise RequestError(f"request id {request_id!r} is already in flight; ids must be unique")
@@ -86,6 +97,40 @@ class EngineWorker:
             self._inbox += requests
             self._gate.wake.notify()
         return list(handles.values())
+
+    def _wait_for_room(self, requests: int, timeout: float | None) -> None:
+        most = self._max_queued
+        if most is None:
+            return
+        if requests > most:
+            raise QueueFullError(
+                f"{requests} requests at once never fit a queue of max_queued={most}; raise it or submit fewer"
+            )
+        try:
+            self.wait(self.outputs, lambda: self.queued + requests <= most, timeout, "room in the queue")
+        except TimeoutError:
+            raise QueueFullError(
+                f"{self.queued} requests are queued, max_queued={most}, and none left within {timeout} s: wait for "
+                f"results, give a longer timeout, or raise max_queued"
+            ) from None
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for their first forward."""
+        return len(self._inbox) + self._engine.queued
+
+    def when_ended(self, handle: RolloutHandle, function: Callable[[], None]) -> None:
+        """Call ``function`` once the handle is done or never will be; at once if that is so now."""
+        with self._gate.lock:
+            if not (handle.done or self.dead is not None or self.state == "stopped"):
+                self._callbacks.setdefault(handle, []).append(function)
+                return
+        function()
+
+    def _call_back(self, handles: Iterable[RolloutHandle]) -> None:
+        for handle in handles:
+            for function in self._callbacks.pop(handle, ()):
+                function()
 
     def cancel(self, request_id: str) -> None:
         """End a request as "cancelled" at the next boundary; unknown and finished ids are ignored."""
@@ -177,6 +222,7 @@ class EngineWorker:
                 ended = [self._engine.cancel(request_id) for request_id in list(self.handles)]
                 self.deliver(sequence for sequence in ended if sequence is not None)
             self.state = "stopped"
+            self._call_back(list(self._callbacks))
             self.outputs.notify_all()
 
     def kill(self, error: BaseException) -> None:
@@ -184,8 +230,19 @@ class EngineWorker:
         with self._gate.lock:
             self.dead = self.dead or error
             self._gate.busy = False
+            self._call_back(list(self._callbacks))
             for condition in (self._gate.wake, self._gate.boundary, self.outputs):
                 condition.notify_all()
+
+    def join(self, timeout: float | None) -> None:
+        """Wait for the thread of a dead engine to end.
+
+        Raises:
+            TimeoutError: it is still in a forward after ``timeout`` seconds.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the dead engine's thread did not end within {timeout} s")
 
     def deliver(self, finished: Iterable[Sequence]) -> list[RolloutOutput]:
         """Hand finished sequences to their handles (lock held)."""
@@ -193,6 +250,7 @@ class EngineWorker:
         for sequence in finished:
             handle = self.handles.pop(sequence.request.request_id)
             delivered.append(handle.finish(sequence))
+            self._call_back([handle])
         if delivered:
             self.outputs.notify_all()
         return delivered
@@ -248,6 +306,8 @@ class EngineWorker:
                         handle.progress(sequence)
                 self.outputs.notify_all()
             finished = self.deliver(result.finished)
+            if self._max_queued is not None:
+                self.outputs.notify_all()  # somebody may wait for room in the queue
         self._announce(finished)
 
     def _announce(self, finished: list[RolloutOutput]) -> None:

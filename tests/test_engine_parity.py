@@ -23,7 +23,7 @@ from tiny import (
 
 from rlt_train.attention.call import PagedCall
 from rlt_train.engine.engine import Engine, new_group
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import SamplingParams
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)  # block edges, one-token prompts, beyond Gemma's window of 24
 CLOSE = 1e-4  # on logits whose standard deviation is about 1; float32 rounding stays near 1e-5

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tiny import GREEDY, VOCAB, drive, generate_greedy, generated, new_engine, prompt, request, smaller
 
 from rlt_train.engine.engine import Engine, new_group
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.sizes import EngineConfig
 from rlt_train.engine.scheduler import ScheduledStep
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import RequestError

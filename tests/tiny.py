@@ -20,7 +20,7 @@ from transformers import (
 from rlt_train.engine.engine import Engine
 from rlt_train.engine.request import PromptGroup, Request
 from rlt_train.engine.request import Sequence as RolloutSequence
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import BUILT_IN, SamplingParams
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.weights.view import GenerationView
 
@@ -35,7 +35,7 @@ _SHARED: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
     # Far larger than the default 0.02, with which attention is almost uniform and no mask error would show.
     "initializer_range": 0.2,
     "pad_token_id": None,
@@ -122,6 +122,11 @@ def new_engine(model: Any, **sizes: Any) -> Engine:
     return Engine(GenerationView(model), EngineConfig(**{**defaults, **sizes}))
 
 
+def sampling(**values: Any) -> SamplingParams:
+    """Resolved parameters, as the engine takes them."""
+    return SamplingParams(**values).over(BUILT_IN)
+
+
 def request(
     name: str,
     prompt_ids: list[int],
@@ -130,7 +135,7 @@ def request(
     group: PromptGroup | None = None,
     eos: Sequence[int] = (),
 ) -> Request:
-    return Request(name, list(prompt_ids), params, seed=seed, eos_token_ids=frozenset(eos), group=group)
+    return Request(name, list(prompt_ids), params.over(BUILT_IN), seed=seed, eos_token_ids=frozenset(eos), group=group)
 
 
 def drive(engine: Engine, limit: int = 2000) -> dict[str, RolloutSequence]:

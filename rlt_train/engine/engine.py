@@ -3,6 +3,8 @@ thread."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +15,12 @@ from rlt_train.attention.dispatch import install
 from rlt_train.attention.selection import Selection, select_backend
 from rlt_train.engine.request import PromptGroup, Request, Sequence
 from rlt_train.engine.runner import ModelRunner
-from rlt_train.engine.sampling import SamplingParams, sample, uniforms
+from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.sampling import sample, uniforms
 from rlt_train.engine.scheduler import ScheduledStep, Scheduler
 from rlt_train.engine.sizes import EngineConfig
-from rlt_train.errors import RequestError
+from rlt_train.engine.stopping import Decode, find_stop_string
+from rlt_train.errors import DeadlineError, RequestError
 from rlt_train.kv import sizing
 from rlt_train.kv.cache import PagedCache
 from rlt_train.kv.groups import group_layers
@@ -40,6 +44,8 @@ class Engine:
         view: the model.
         config: sizes.
         attention_backend: "auto" or a backend's name, for every attention group.
+        decode: token ids to text, for stop strings.
+        clock: seconds, for deadlines.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be paged.
@@ -47,8 +53,17 @@ class Engine:
         ValueError: ``kv_cache_gib`` holds less than one sequence.
     """
 
-    def __init__(self, view: GenerationView, config: EngineConfig, attention_backend: str = "auto") -> None:
+    def __init__(
+        self,
+        view: GenerationView,
+        config: EngineConfig,
+        attention_backend: str = "auto",
+        decode: Decode | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.view = view
+        self.clock = clock
+        self._decode = decode
         self.config = config
         install(view.config.get_text_config())
         install(view.config)
@@ -71,6 +86,7 @@ class Engine:
         self.forward_tokens = 0
         self.tokens_generated = 0
         self._sequences: dict[str, Sequence] = {}
+        self._deadlines = 0  # requests in flight that have one
 
     def warmup(self) -> None:
         """Let the backends compile for these sizes; see ``AttentionBackend.warmup`` for when that may be."""
@@ -123,12 +139,17 @@ class Engine:
         return len(self._sequences)
 
     @property
+    def queued(self) -> int:
+        """Requests that have not begun."""
+        return sum(sequence.generated == 0 for sequence in self.scheduler.waiting)
+
+    @property
     def in_flight(self) -> int:
         """Requests that have begun: running, or preempted after their first token."""
         return len(self.scheduler.running) + sum(s.generated > 0 for s in self.scheduler.waiting)
 
     def validate(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Check a request before it is queued.
+        """Check a request with resolved parameters before it is queued.
 
         Raises:
             RequestError: empty or too long prompt, a token outside the vocabulary, or bad sampling
@@ -140,7 +161,15 @@ class Engine:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocab_size}")
         params.validate(self.vocab_size)
-        total = len(prompt_ids) + params.max_new_tokens
+        if params.stop_strings and self._decode is None:
+            raise RequestError("stop_strings need text: give RolloutManager(tokenizer=...)")
+        total = len(prompt_ids) + params.max_new_tokens  # type: ignore[operator]
+        longest = getattr(self.view.config.get_text_config(), "max_position_embeddings", None)
+        if longest and total > longest:
+            raise RequestError(
+                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={params.max_new_tokens} needs {total} "
+                f"positions, but the model has {longest}: shorten the prompt or lower max_new_tokens"
+            )
         if total > self.config.max_length:
             raise RequestError(
                 f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={params.max_new_tokens} needs "
@@ -157,6 +186,9 @@ class Engine:
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is already in flight; ids must be unique")
         sequence = Sequence(request, list(request.prompt_ids))
+        if request.params.prompt_logprobs:
+            sequence.prompt_logprobs = [None] * len(request.prompt_ids)
+        self._deadlines += request.deadline is not None
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -168,10 +200,11 @@ class Engine:
     def step(self, admit: bool = True) -> StepResult:
         """Run one forward and sample; without ``admit`` no new request begins. A no-op when nothing is
         scheduled."""
+        late = self._end_late()
         step = self.scheduler.schedule(admit)
-        result = StepResult(step.tokens)
+        result = StepResult(step.tokens, finished=late)
         if step.spans or step.forked:
-            logits = self._runner.run(step)
+            logits = self._echo(step, self._runner.run(step))
             self.scheduler.advance(step)
             self._sample(step, logits, result)
         self.forward_tokens += step.tokens
@@ -186,6 +219,45 @@ class Engine:
         self.scheduler.weights_changed(policy_version, recompute=in_flight == "recompute")
         return aborted
 
+    def _end_late(self) -> list[Sequence]:
+        """End every request whose deadline has passed."""
+        if not self._deadlines:
+            return []
+        now = self.clock()
+        late = [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.request.deadline is not None and sequence.request.deadline <= now
+        ]
+        for sequence in late:
+            sequence.error = DeadlineError(
+                f"request {sequence.request.request_id!r} passed its deadline of "
+                f"{sequence.request.params.deadline} s with {sequence.generated} tokens generated; other requests "
+                f"are unharmed"
+            )
+            self._end(sequence, "error")
+        return late
+
+    def _echo(self, step: ScheduledStep, logits: torch.Tensor) -> torch.Tensor:
+        """Take the log-probs of echoed prompt tokens; returns the other rows, ``[sampling spans, vocab]``."""
+        if not any(span.echoes for span in step.spans):
+            return logits
+        left, row = [], 0
+        for span in step.spans:
+            if span.echoes:
+                first, sequence = span.start + 1, span.sequence
+                temperature = sequence.request.params.temperature or 1.0
+                rows = torch.log_softmax(logits[row : row + span.echoes].float() / temperature, dim=-1)
+                tokens = torch.tensor(sequence.tokens[first : first + span.echoes], device=rows.device)
+                # After a preemption the prompt is computed, and echoed, again.
+                echoed = rows.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+                sequence.prompt_logprobs[first : first + span.echoes] = echoed
+                row += span.echoes
+            if span.samples:
+                left.append(row)
+                row += 1
+        return logits[left]
+
     def _sample(self, step: ScheduledStep, logits: torch.Tensor, result: StepResult) -> None:
         forwarded = [span.sequence for span in step.spans if span.samples]
         for row, sequence in enumerate(forwarded):
@@ -198,37 +270,65 @@ class Engine:
         uniform = uniforms(
             self.config.seed, [s.request.seed for s in sequences], [s.generated for s in sequences]
         )
-        drawn = sample(logits, [s.request.params for s in sequences], uniform)
-        columns = (drawn.tokens, drawn.logprobs, drawn.processed_logprobs, drawn.finite)
-        for sequence, *row in zip(sequences, *(column.tolist() for column in columns), strict=True):
-            self._take(sequence, *row, result=result)
+        drawn = sample(
+            logits, [s.request.params for s in sequences], uniform, [s.history() for s in sequences]
+        )
+        columns = (drawn.tokens, drawn.logprobs, drawn.processed_logprobs, drawn.finite, drawn.possible)
+        for sequence, top, *row in zip(
+            sequences, drawn.top, *(column.tolist() for column in columns), strict=True
+        ):
+            self._take(sequence, top, *row, result=result)
 
     def _take(
         self,
         sequence: Sequence,
+        top: list[tuple[int, float]],
         token: int,
         logprob: float,
         processed: float,
         finite: bool,
+        possible: bool,
         *,
         result: StepResult,
     ) -> None:
         if not finite:
+            # A backend whose tiles multiply masked values may have spoiled the clean start of this prompt, too.
+            self.blocks.invalidate_prefixes()
+        if not (finite and possible):
+            what = (
+                "no token that logit_bias, bad_words, allowed_token_ids and min_new_tokens all allow"
+                if finite
+                else "NaN or infinite logits"
+            )
             sequence.error = RequestError(
-                f"request {sequence.request.request_id!r} got NaN or infinite logits at token "
-                f"{sequence.generated} (policy version {self.policy_version}); other requests are unharmed. "
-                f"Check the weights for NaN."
+                f"request {sequence.request.request_id!r} got {what} at token {sequence.generated} (policy "
+                f"version {self.policy_version}); other requests are unharmed."
+                + ("" if finite else " Check the weights for NaN.")
             )
             result.finished.append(self._end(sequence, "error"))
             return
-        sequence.append(token, logprob, processed, self.policy_version)
+        sequence.append(token, logprob, processed, top, self.policy_version)
+        self._check_stop_strings(sequence)
         result.sampled.append(sequence)
         if sequence.finish_reason is not None:
             result.finished.append(self._end(sequence, sequence.finish_reason))
 
+    def _check_stop_strings(self, sequence: Sequence) -> None:
+        params = sequence.request.params
+        if not params.stop_strings or sequence.finish_reason == "stop":
+            return
+        if sequence.generated < params.min_new_tokens:  # type: ignore[operator]
+            return
+        assert self._decode is not None
+        completion = sequence.tokens[len(sequence.request.prompt_ids) :]
+        found = find_stop_string(self._decode, completion, params.stop_strings)
+        if found is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", found
+
     def _end(self, sequence: Sequence, reason: str) -> Sequence:
         sequence.finish_reason = reason  # type: ignore[assignment]
         del self._sequences[sequence.request.request_id]
+        self._deadlines -= sequence.request.deadline is not None
         self.scheduler.finish(sequence)
         return sequence
 

@@ -15,7 +15,7 @@ import torch
 
 from rlt_train.engine.engine import Engine
 from rlt_train.engine.request import Request, Sequence
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import BUILT_IN, SamplingParams
 from rlt_train.engine.shrink import shrunken_model
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import UnsupportedModelError
@@ -70,7 +70,7 @@ def largest_difference(view: GenerationView) -> float:
     base = torch.randint(engine.vocab_size, (max(_PROMPT_LENGTHS),), generator=generator).tolist()
     for index, length in enumerate(_PROMPT_LENGTHS):
         prompt = base[:length]  # each a prefix of the next: later ones hit the prefix index
-        params = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=1.0)
+        params = SamplingParams(max_new_tokens=_NEW_TOKENS).over(BUILT_IN)
         engine.add(Request(f"probe-{index}", prompt, params, seed=index, eos_token_ids=frozenset()))
     while engine.unfinished:
         finished += engine.step().finished

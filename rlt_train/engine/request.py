@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.processors import History
 from rlt_train.kv.tables import Tables
 
 FinishReason = Literal["stop", "length", "cancelled", "aborted", "error"]
@@ -22,11 +23,13 @@ class PromptState:
         tables: its KV blocks in each group, one reference held here. A partly filled last block is copied,
             never written.
         logits: ``[vocab]`` after the last prompt token.
+        prompt_logprobs: see ``Sequence``.
     """
 
     policy_version: int
     tables: Tables
     logits: torch.Tensor
+    prompt_logprobs: list[float | None]
 
 
 @dataclass(slots=True)
@@ -43,9 +46,9 @@ class PromptGroup:
     state: PromptState | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """One sample of one prompt."""
+    """One sample of one prompt; ``params`` are resolved, ``deadline`` is a time of the engine's clock."""
 
     request_id: str
     prompt_ids: list[int]
@@ -54,19 +57,28 @@ class Request:
     eos_token_ids: frozenset[int]
     group: PromptGroup | None = None
     metadata: Any = None
+    deadline: float | None = None
+
+    @property
+    def ending(self) -> frozenset[int]:
+        """The tokens that end the sequence."""
+        return self.eos_token_ids.union(self.params.stop_token_ids or ())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request in flight. Invariant: ``computed < len(tokens)`` between steps, and ``tables`` cover
     ``computed``.
 
     Attributes:
         tokens: prompt and generated tokens.
-        logprobs, processed_logprobs, policy_versions: one entry a generated token.
+        logprobs, processed_logprobs, policy_versions, top_logprobs: one entry a generated token.
+        prompt_logprobs: one entry a prompt token, ``None`` for the first; empty unless the request asks for them.
         tables: the block table of each attention group.
         computed: tokens whose keys and values are in the cache.
         cache_version: policy version of *all* cached keys, or ``None`` once they mix versions.
+        order: its place in the queue, lowest first; set by the scheduler.
+        stop_reason: the token or stop string that ended it.
     """
 
     request: Request
@@ -74,10 +86,14 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
     tables: Tables = field(default_factory=list)
     computed: int = 0
     cache_version: int | None = None
+    order: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     error: Exception | None = None
 
     @property
@@ -85,16 +101,27 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.policy_versions)
 
-    def append(self, token: int, logprob: float, processed_logprob: float, policy_version: int) -> None:
+    def history(self) -> History:
+        """What the sampler needs to know of it."""
+        return History(self.tokens, len(self.request.prompt_ids), self.request.ending)
+
+    def append(
+        self,
+        token: int,
+        logprob: float,
+        processed_logprob: float,
+        top: list[tuple[int, float]],
+        policy_version: int,
+    ) -> None:
         """Take a sampled token and finish if it ends the sequence or reaches the limit."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.processed_logprobs.append(processed_logprob)
+        self.top_logprobs.append(top)
         self.policy_versions.append(policy_version)
-        params = self.request.params
-        if token in self.request.eos_token_ids or token in params.stop_token_ids:
-            self.finish_reason = "stop"
-        elif self.generated >= params.max_new_tokens:
+        if token in self.request.ending:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif self.generated >= self.request.params.max_new_tokens:  # type: ignore[operator]
             self.finish_reason = "length"
 
 
@@ -108,12 +135,16 @@ class RolloutOutput:
         token_ids: generated tokens, the EOS or stop token included.
         logprobs: behaviour log-probs, log-softmax(logits / temperature) over the full vocabulary, one a
         token.
-        processed_logprobs: log-probs after top-k, top-p and min-p, one a token.
+        processed_logprobs: log-probs of the distribution really drawn from (after penalties, bans and
+            truncation), one a token.
         policy_versions: the policy version that sampled each token.
-        finish_reason: "stop" (EOS or stop token), "length", "cancelled", "aborted" (by a weight update) or
-        "error".
+        finish_reason: "stop" (EOS, stop token or stop string), "length", "cancelled", "aborted" (by a weight
+            update) or "error".
         metadata: as submitted.
         error: why, when ``finish_reason`` is "error".
+        stop_reason: the token or the string that ended it, for "stop".
+        top_logprobs: the likeliest tokens at each position with their log-probs, if ``top_logprobs`` was asked for.
+        prompt_logprobs: log-prob of each prompt token (``None`` for the first), if asked for.
     """
 
     request_id: str
@@ -125,6 +156,9 @@ class RolloutOutput:
     finish_reason: FinishReason
     metadata: Any = None
     error: Exception | None = None
+    stop_reason: int | str | None = None
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, sequence: Sequence) -> RolloutOutput:
@@ -141,4 +175,7 @@ class RolloutOutput:
             finish_reason=sequence.finish_reason,
             metadata=request.metadata,
             error=sequence.error,
+            stop_reason=sequence.stop_reason,
+            top_logprobs=sequence.top_logprobs if request.params.top_logprobs else [],
+            prompt_logprobs=sequence.prompt_logprobs,
         )

@@ -27,8 +27,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> torch.Tensor:
-        """Copy blocks, run the packed forward, and return logits ``[sampling spans, vocab]`` in span
-        order."""
+        """Copy blocks, run the packed forward, and return logits ``[wanted rows, vocab]``: span by span, the
+        rows it echoes and the one it samples from."""
         for group in range(len(self._backends)):
             self._cache.copy_blocks(group, [copy[1:] for copy in step.copies if copy[0] == group])
             self._cache.clear(group, unused_slots(step, group, self._cache.block_size))
@@ -41,6 +41,8 @@ class ModelRunner:
             end = span.start + span.length
             tokens += span.sequence.tokens[span.start : end]
             positions += range(span.start, end)
+            first = len(tokens) - span.length
+            rows += range(first, first + span.echoes)
             if span.samples:
                 rows.append(len(tokens) - 1)
         device = self._view.device

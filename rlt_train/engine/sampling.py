@@ -1,71 +1,20 @@
-"""Sampling as pure functions: what a request asks for, one uniform a token, and inverse-CDF draws.
+"""Sampling as pure functions: one uniform a token, truncation, and inverse-CDF draws.
 
 A draw depends on (run seed, request seed, position) and the logits alone: never on the global random stream,
 on batch-mates or on the schedule. The counter-based generator follows the idea of Salmon et al. 2011
-("Parallel random
-numbers: as easy as 1, 2, 3"); the mixer is the SplitMix64 finaliser (Steele et al. 2014).
+("Parallel random numbers: as easy as 1, 2, 3"); the mixer is the SplitMix64 finaliser (Steele et al. 2014).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rlt_train.errors import RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request samples.
-
-    Attributes:
-        max_new_tokens: tokens to generate at most, >= 1.
-        temperature: divides the logits; 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 is off.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 is off.
-        min_p: keep tokens at least this share as likely as the likeliest; 0 is off.
-        seed: the request's own random stream; ``None`` lets the manager number it.
-        eos_token_ids: end a sequence; ``None`` takes the model's.
-        stop_token_ids: further tokens that end a sequence.
-        ignore_eos: generate on past EOS tokens.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    eos_token_ids: tuple[int, ...] | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def validate(self, vocab_size: int) -> None:
-        """Raise ``RequestError`` naming the field, the value and what is allowed."""
-        checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "an integer >= 1"),
-            "temperature": (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "finite and >= 0 (0 is greedy)",
-            ),
-            "top_k": (0 <= self.top_k <= vocab_size, f"0 (off) to the vocabulary size {vocab_size}"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-        }
-        for field in fields(self):
-            valid, allowed = checks.get(field.name, (True, ""))
-            if not valid:
-                raise RequestError(
-                    f"{field.name}={getattr(self, field.name)!r} is not valid; it must be {allowed}"
-                )
-        for name in ("eos_token_ids", "stop_token_ids"):
-            for token in getattr(self, name) or ():
-                if not 0 <= token < vocab_size:
-                    raise RequestError(f"{name} holds {token}, outside the vocabulary of {vocab_size}")
+from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.processors import History, process_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +22,19 @@ class SampledTokens:
     """One draw a row: ``tokens`` int64 ``[rows]``; log-probabilities float32 ``[rows]``.
 
     ``logprobs`` is log-softmax(logits / temperature) over the full vocabulary (the behaviour log-probs of
-    training); ``processed_logprobs`` is the same after top-k, top-p and min-p, that is, of the distribution
-    really drawn from. Greedy rows use temperature 1 for the first and are certain (0.0) under the second.
-    ``finite`` is False where a row had no usable logits; its token is meaningless.
+    training); ``processed_logprobs`` is the same after penalties, bans, top-k, top-p and min-p, that is, of the
+    distribution really drawn from. Greedy rows use temperature 1 for the first and are certain (0.0) under the
+    second. ``finite`` is False where a row had no usable logits, ``possible`` where every token was banned; the
+    token is meaningless in both cases. ``top`` has, for a row that asks for ``top_logprobs``, the likeliest tokens
+    and their ``logprobs``.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     processed_logprobs: torch.Tensor
     finite: torch.Tensor
+    possible: torch.Tensor
+    top: list[list[tuple[int, float]]]
 
 
 def uniforms(run_seed: int, request_seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -105,24 +58,33 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.Tensor) -> SampledTokens:
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    uniform: torch.Tensor,
+    histories: Sequence[History] | None = None,
+) -> SampledTokens:
     """Draw one token a row.
 
     Args:
         logits: ``[rows, vocab]``; computed with in float32.
-        params: one a row.
+        params: one a row, resolved.
         uniform: float64 ``[rows]`` in [0, 1).
+        histories: what each row's sequence holds so far; default: nothing.
     """
     logits = logits.float()
+    histories = histories or [History((), 0)] * len(params)
     device = logits.device
     temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device).unsqueeze(1)
     raw = torch.log_softmax(logits / temperature, dim=-1)
     # NaN, +inf, a row of -inf only and a temperature that overflows float32 all make NaN of the whole row.
     finite = torch.isfinite(raw.max(dim=-1).values)
     greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-    processed = truncate(raw, params)
+    changed = process_logits(logits, params, histories)
+    penalised = raw if changed is logits else torch.log_softmax(changed / temperature, dim=-1)
+    processed = truncate(penalised, params)
     drawn = inverse_cdf(processed, uniform.to(device))
-    tokens = torch.where(greedy, raw.argmax(dim=-1), drawn)
+    tokens = torch.where(greedy, penalised.argmax(dim=-1), drawn)
     chosen = processed.gather(1, tokens.unsqueeze(1)).squeeze(1)
     if processed is not raw:
         chosen = chosen - torch.logsumexp(processed, dim=-1)
@@ -131,7 +93,17 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torc
         logprobs=raw.gather(1, tokens.unsqueeze(1)).squeeze(1),
         processed_logprobs=torch.where(greedy, torch.zeros_like(chosen), chosen),
         finite=finite,
+        possible=finite if changed is logits else torch.isfinite(penalised.max(dim=-1).values),
+        top=[likeliest(row, p.top_logprobs) for row, p in zip(raw, params, strict=True)],
     )
+
+
+def likeliest(logprobs: torch.Tensor, count: int | None) -> list[tuple[int, float]]:
+    """The ``count`` likeliest tokens of one row ``[vocab]`` and their log-probs, likeliest first."""
+    if not count:
+        return []
+    values, ids = logprobs.topk(count)
+    return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def truncate(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

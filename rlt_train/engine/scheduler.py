@@ -3,14 +3,18 @@ budget.
 
 Groups that see everything take the blocks of a whole prompt (and of what a preempted sequence had generated)
 at admission, windowed groups those of each chunk as it comes, giving back what falls out of the window. When
-a sequence finds no free block, the one admitted last gives up its blocks and starts again from its tokens
+a sequence finds no free block, the one that is last in order gives up its blocks and starts again from its tokens
 (preemption by recompute, after vLLM): nothing that was generated is lost.
+
+The order is that of arrival, a step of priority counting as ``PRIORITY_STRIDE`` arrivals: an urgent request overtakes
+those before it, but no more than that many of each priority below, so that nobody starves.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -18,15 +22,19 @@ from rlt_train.engine.request import PromptGroup, PromptState, Sequence
 from rlt_train.kv.tables import TableAllocator
 
 
+PRIORITY_STRIDE = 64
+
+
 @dataclass(slots=True)
 class ScheduledSpan:
     """Tokens ``start .. start + length`` of a sequence; ``samples`` if its next token is drawn after this
-    forward."""
+    forward, ``echoes`` its first so many rows, whose next token is one of a prompt that wants its log-probs."""
 
     sequence: Sequence
     start: int
     length: int
     samples: bool
+    echoes: int = 0
 
 
 @dataclass(slots=True)
@@ -62,8 +70,9 @@ class Scheduler:
         self.max_sequences = max_sequences
         self.max_tokens_per_step = max_tokens_per_step
         self.policy_version = 0
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # in order
         self.running: dict[str, Sequence] = {}  # in admission order
+        self._arrivals = count()
         self.preemptions = 0
         self.prompt_tokens = 0
         self.prompt_tokens_reused = 0
@@ -77,7 +86,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Its group, if any, already counts it as waiting."""
         sequence.tables = self.blocks.new_tables()
-        self.waiting.append(sequence)
+        sequence.order = next(self._arrivals) - PRIORITY_STRIDE * (sequence.request.params.priority or 0)
+        self._queue(sequence)
 
     def schedule(self, admit: bool = True) -> ScheduledStep:
         """Plan the next step; ``advance`` must follow its forward. Without ``admit`` only preempted requests
@@ -113,7 +123,7 @@ class Scheduler:
             needed = self.blocks.blocks_for(len(leader.request.prompt_ids))
             tables = [table[:needed] for table in leader.tables]
             self.blocks.share(tables)
-            group.state = PromptState(self.policy_version, tables, logits.clone())
+            group.state = PromptState(self.policy_version, tables, logits.clone(), leader.prompt_logprobs)
             self._published.append(group)
 
     def finish(self, sequence: Sequence) -> None:
@@ -136,15 +146,20 @@ class Scheduler:
         self.blocks.invalidate_prefixes()
         self._release_prompts()
         if recompute:
-            while self.running:
-                self._preempt(next(reversed(self.running.values())))
+            for sequence in list(self.running.values()):
+                self._preempt(sequence)
         for sequence in self.running.values():
             sequence.cache_version = None
 
     def _span(self, step: ScheduledStep, sequence: Sequence) -> ScheduledSpan:
         """The next tokens of a sequence that the budget allows."""
         length = min(_left(sequence), self.max_tokens_per_step - step.tokens)
-        return ScheduledSpan(sequence, sequence.computed, length, samples=length == _left(sequence))
+        echoes = 0
+        if sequence.request.params.prompt_logprobs:
+            last = len(sequence.request.prompt_ids) - 1  # what follows it is not of the prompt
+            echoes = max(0, min(length, last - sequence.computed))
+        samples = length == _left(sequence)
+        return ScheduledSpan(sequence, sequence.computed, length, samples, echoes)
 
     def _continue(self, step: ScheduledStep, sequence: Sequence) -> None:
         """Plan a running sequence, preempting from the back where it finds no block (itself in the end)."""
@@ -152,10 +167,9 @@ class Scheduler:
         while not self.blocks.cover(sequence.tables, span.start + span.length):
             if self._release_prompts():
                 continue
-            victim = next(reversed(self.running.values()))
-            for planned in [planned for planned in step.spans if planned.sequence is victim]:
-                step.spans.remove(planned)
-                step.tokens -= planned.length
+            victim = max(self.running.values(), key=_order)
+            step.spans = [planned for planned in step.spans if planned.sequence is not victim]
+            step.tokens = sum(planned.length for planned in step.spans)
             self._preempt(victim)
             self.preemptions += 1
             if victim is sequence:
@@ -170,12 +184,15 @@ class Scheduler:
         sequence.cache_version = None
         if sequence.generated == 0 and sequence.request.group is not None:
             sequence.request.group.waiting += 1
-        self.waiting.appendleft(sequence)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
 
     def _admit(self, step: ScheduledStep, new: bool) -> None:
         skipped: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_sequences:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.pop(0)
             if sequence.generated == 0 and not new:
                 skipped.append(sequence)
                 continue
@@ -192,19 +209,22 @@ class Scheduler:
                 admitted = self._start(step, sequence)
             if not admitted:
                 if self._release_prompts():
-                    self.waiting.appendleft(sequence)
+                    self._queue(sequence)
                     continue
                 skipped.append(sequence)
                 break
             self.running[sequence.request.request_id] = sequence
             if sequence.generated == 0:
                 self._left_queue(sequence)
-        self.waiting.extendleft(reversed(skipped))
+        self.waiting[:0] = skipped  # they were taken from the front, in order
 
     def _start(self, step: ScheduledStep, sequence: Sequence) -> bool:
         """Admit by computing the tokens, from the longest cached prefix on."""
         # The last token's logits are needed, so it is computed even if it is cached.
-        sequence.tables = self.blocks.match_prefix(sequence.tokens[:-1])
+        if sequence.request.params.prompt_logprobs:  # a cached prefix has no logits
+            sequence.tables = self.blocks.new_tables()
+        else:
+            sequence.tables = self.blocks.match_prefix(sequence.tokens[:-1])
         self.blocks.share(sequence.tables)
         sequence.computed = len(sequence.tables[0]) * self.blocks.block_size
         span = self._span(step, sequence)
@@ -239,6 +259,7 @@ class Scheduler:
         for group, (table, source) in enumerate(zip(sequence.tables, state.tables, strict=True)):
             step.copies += [(group, source[at], table[at]) for at in range(full, len(table))]
         sequence.computed = prompt
+        sequence.prompt_logprobs = list(state.prompt_logprobs)
         sequence.cache_version = state.policy_version
         self.prompt_tokens += sequence.computed
         self.prompt_tokens_reused += sequence.computed
@@ -282,6 +303,10 @@ class Scheduler:
 def _plan(step: ScheduledStep, span: ScheduledSpan) -> None:
     step.spans.append(span)
     step.tokens += span.length
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
 
 
 def _left(sequence: Sequence) -> int:

@@ -3,14 +3,14 @@ TRL has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from transformers import TrainingArguments
 
 from rlt_train.attention.selection import BACKENDS
 from rlt_train.checks import one_of
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import BUILT_IN, SamplingParams
 from rlt_train.grpo.advantages import ScaleRewards
 from rlt_train.grpo.losses import ImportanceLevel, LossType
 from rlt_train.manager import IN_FLIGHT
@@ -65,6 +65,10 @@ class GRPOConfig(TrainingArguments):
     top_k: int = field(default=0, metadata={"help": "Sample from the k likeliest tokens; 0 is off."})
     min_p: float | None = field(
         default=None, metadata={"help": "Drop tokens below this share of the likeliest."}
+    )
+
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Penalty on tokens of prompt and completion; 1 is off."}
     )
 
     # Objective
@@ -191,8 +195,10 @@ class GRPOConfig(TrainingArguments):
             "top_k": max(0, self.top_k or 0),  # -1 is "off" too, as in vLLM
             "top_p": self.top_p,
             "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
         }
-        return SamplingParams(**(values | changes))
+        # Over BUILT_IN: a model's generation config must not change what is trained on behind the config's back.
+        return replace(BUILT_IN, **(values | changes))
 
 
 def _at_least(name: str, value: int, least: int, why: str = "") -> None:

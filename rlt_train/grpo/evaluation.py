@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlt_train.engine.sampling import SamplingParams
+from rlt_train.engine.params import SamplingParams
 from rlt_train.grpo.metrics import completion_metrics, over_processes, reward_metrics
 from rlt_train.grpo.prompts import Prompt
 from rlt_train.grpo.rewards import RewardFunction

@@ -183,15 +183,52 @@ def attend_bucket(
         chosen = store.flatten(2).index_select(1, bucket.blocks)
         return chosen.view(kv_heads * n, context, head_dim)
 
+    sink = None if sinks is None else sinks.float().view(kv_heads, 1, folded, 1, 1)
     scores = torch.bmm(packed, gather(keys).transpose(1, 2)).float().mul_(scale)
+    scores = scores.view(kv_heads, n, folded, q, context)
+    probabilities = softmax(scores, bucket.bias.unsqueeze(1), softcap, sink)
+    probabilities = probabilities.view(kv_heads * n, folded * q, context).to(values.dtype)
+    output = torch.bmm(probabilities, gather(values)).view(kv_heads, n, folded, q, head_dim)
+    if not torch.isfinite(output.sum()):
+        shape = (kv_heads, n, -1, head_dim)
+        packed, key, value = (t.view(shape) for t in (packed, gather(keys), gather(values)))
+        _repair(output, packed, key, value, bucket.bias, scale, softcap, sink)
+    return output.permute(1, 3, 0, 2, 4).reshape(n * q, kv_heads * folded, head_dim).to(query.dtype)
+
+
+def softmax(
+    scores: torch.Tensor, bias: torch.Tensor, softcap: float | None, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """Softmax of float32 ``scores [kv_heads, n, folded, q, keys]`` (overwritten) after soft-cap and bias, a sink
+    taking its share."""
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    scores = scores.view(kv_heads, n, folded, q, context).add_(bucket.bias.unsqueeze(1))
-    if sinks is not None:
-        sink = sinks.float().view(kv_heads, 1, folded, 1, 1).expand(-1, n, -1, q, 1)
-        probabilities = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-    else:
-        probabilities = scores.softmax(-1)
-    probabilities = probabilities.reshape(kv_heads * n, folded * q, context).to(values.dtype)
-    output = torch.bmm(probabilities, gather(values)).view(kv_heads, n, folded, q, head_dim)
-    return output.permute(1, 3, 0, 2, 4).reshape(n * q, kv_heads * folded, head_dim).to(query.dtype)
+    scores = scores.add_(bias)
+    if sink is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1).softmax(-1)[..., :-1].contiguous()
+
+
+def _repair(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sink: torch.Tensor | None,
+) -> None:
+    """Compute the rows of ``output [kv_heads, n, folded, q, head_dim]`` that are not finite again, from the keys
+    they see alone: a masked NaN is a NaN in the product, and a prompt's clean start must not suffer from it, since
+    other requests reuse it."""
+    kv_heads, n, folded, q, head_dim = output.shape
+    spoiled = ~torch.isfinite(output).all(-1).all(2).all(0)  # [n, q]
+    for sequence, row in spoiled.nonzero().tolist():
+        seen = bias[sequence, row] == 0
+        rows = query[:, sequence].view(kv_heads, folded, q, head_dim)[:, :, row]
+        scores = torch.bmm(rows, key[:, sequence, seen].transpose(1, 2)).float().mul_(scale)
+        scores = scores.view(kv_heads, 1, folded, 1, -1)
+        weights = softmax(scores, torch.zeros((), device=scores.device), softcap, sink)
+        weights = weights.view(kv_heads, folded, -1).to(value.dtype)
+        output[:, sequence, :, row] = torch.bmm(weights, value[:, sequence, seen])

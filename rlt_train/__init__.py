@@ -1,7 +1,7 @@
 """rlt_train: a GRPO trainer that trains and generates at the same time on one copy of the weights."""
 
-from rlt_train.engine.request import RolloutOutput
 from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.request import RolloutOutput
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import (
     BackendSelectionError,

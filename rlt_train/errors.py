@@ -33,7 +33,8 @@ class DeadlineError(RequestError, TimeoutError):
 
 
 class QueueFullError(RuntimeError):
-    """The queue holds as many requests as ``max_queued`` allows, and none left in time; nothing was queued."""
+    """The queue holds as many requests as ``max_queued`` allows, and none left in time; nothing was
+    queued."""
 
 
 class EngineDeadError(RuntimeError):

@@ -35,9 +35,7 @@ class RolloutHandle:
         params: the sampling parameters in force.
     """
 
-    def __init__(
-        self, worker: EngineWorker, request: Request, submit: Callable[..., RolloutHandle]
-    ) -> None:
+    def __init__(self, worker: EngineWorker, request: Request, submit: Callable[..., RolloutHandle]) -> None:
         self.request_id = request.request_id
         self.params = request.params
         self._worker = worker
@@ -93,8 +91,8 @@ class RolloutHandle:
     def continue_with(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> RolloutHandle:
-        """Submit the next turn: this prompt, its completion and then ``token_ids`` as the prompt, token for token,
-        so that the cached blocks of the conversation are found again.
+        """Submit the next turn: this prompt, its completion and then ``token_ids`` as the prompt, token for
+        token, so that the cached blocks of the conversation are found again.
 
         Args:
             token_ids: what follows the completion (a tool's answer, the next user turn); may be empty.
@@ -106,7 +104,9 @@ class RolloutHandle:
             RequestError: this request failed, or as ``submit`` raises.
         """
         if not self.done:
-            raise RuntimeError(f"request {self.request_id!r} is not done: wait for result() before continuing it")
+            raise RuntimeError(
+                f"request {self.request_id!r} is not done: wait for result() before continuing it"
+            )
         output = self.result(timeout=0)
         return self._submit(
             [*output.prompt_ids, *output.token_ids, *token_ids], params or self.params, **options

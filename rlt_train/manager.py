@@ -188,8 +188,9 @@ class RolloutManager:
             self.attention_info |= self._engine.attention_info()
 
     def restart(self, timeout: float | None = 60.0) -> RolloutManager:
-        """Start anew after ``stop`` or after the engine died, with an empty cache and the next policy version; call
-        it when the cause is gone. What was in flight stays failed. A running manager is left as it is.
+        """Start anew after ``stop`` or after the engine died, with an empty cache and the next policy
+        version; call it when the cause is gone. What was in flight stays failed. A running manager is left as
+        it is.
 
         Raises:
             TimeoutError: the dead engine's thread is still in a forward after ``timeout`` seconds.
@@ -225,8 +226,8 @@ class RolloutManager:
         metadata: Any = None,
         timeout: float | None = None,
     ) -> RolloutHandle:
-        """Queue one sample of one prompt; waits for room if the queue is full, ``timeout`` seconds at most (0:
-        not at all).
+        """Queue one sample of one prompt; waits for room if the queue is full, ``timeout`` seconds at most
+        (0: not at all).
 
         Raises:
             RequestError: bad prompt or parameters, or an id in use; nothing is queued then.

@@ -1,4 +1,5 @@
-"""From what a caller submits to requests the engine takes: parameters resolved, ids and random streams given."""
+"""From what a caller submits to requests the engine takes: parameters resolved, ids and random streams
+given."""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ class EngineWorker:
             self._wait_for_room(len(requests), timeout)
             if self.state != "running":
                 raise EngineStoppedError("the rollout manager is stopping; it takes no more requests")
-            handles = {
-                request.request_id: RolloutHandle(self, request, self._submit) for request in requests
-            }
+            handles = {request.request_id: RolloutHandle(self, request, self._submit) for request in requests}
             for request_id in handles:
                 if request_id in self.handles:
                     raise RequestError(f"request id {request_id!r} is already in flight; ids must be unique")
@@ -104,13 +102,15 @@ class EngineWorker:
             return
         if requests > most:
             raise QueueFullError(
-                f"{requests} requests at once never fit a queue of max_queued={most}; raise it or submit fewer"
+                f"{requests} requests at once never fit a queue of max_queued={most}; raise it or submit "
+                f"fewer"
             )
         try:
             self.wait(self.outputs, lambda: self.queued + requests <= most, timeout, "room in the queue")
         except TimeoutError:
             raise QueueFullError(
-                f"{self.queued} requests are queued, max_queued={most}, and none left within {timeout} s: wait for "
+                f"{self.queued} requests are queued, max_queued={most}, and none left within {timeout} s: "
+                f"wait for "
                 f"results, give a longer timeout, or raise max_queued"
             ) from None
 

@@ -3,16 +3,17 @@
     python scripts/bench_engine.py --against transformers,generate
     python scripts/bench_engine.py --model smollm2 --workloads uniform_32
 
-One random Qwen3-style float32 model (4 layers, hidden 256, vocabulary 2000), prompts of 5 to 120 tokens, greedy, one
-thread. Four workloads: 128 and 32 prompts with 64 new tokens each, 128 prompts with exponential lengths (mean about
-55, at most 256), and 16 prompts of 200 tokens with 8 samples of 32 new tokens each. The arms take turns within one process
-and the median round counts. ``generate`` gets one left-padded batch and runs to the longest length; only tokens
-that were asked for count. transformers' manager is started before the clock, gets the whole workload as room, and
-no prefix sharing is taken from it. Every arm must give the same tokens; two logits within 1e-4 are a tie.
+One random Qwen3-style float32 model (4 layers, hidden 256, vocabulary 2000), prompts of 5 to 120 tokens,
+greedy, one thread. Four workloads: 128 and 32 prompts with 64 new tokens each, 128 prompts with exponential
+lengths (mean about 55, at most 256), and 16 prompts of 200 tokens with 8 samples of 32 new tokens each. The
+arms take turns within one process and the median round counts. ``generate`` gets one left-padded batch and
+runs to the longest length; only tokens that were asked for count. transformers' manager is started before the
+clock, gets the whole workload as room, and no prefix sharing is taken from it. Every arm must give the same
+tokens; two logits within 1e-4 are a tie.
 
-Also measured, in the engine alone: the share of CPU time in the model's own linear layers (the limit of what an engine
-can do), the share of scheduler and planner, the memory above the weights in a process of its own, and what an idle
-engine costs. Fails (exit code 1) if a ratio is below its target or tokens differ.
+Also measured, in the engine alone: the share of CPU time in the model's own linear layers (the limit of what
+an engine can do), the share of scheduler and planner, the memory above the weights in a process of its own,
+and what an idle engine costs. Fails (exit code 1) if a ratio is below its target or tokens differ.
 """
 
 from __future__ import annotations
@@ -206,7 +207,12 @@ def generate(model: Any, items: list[Item], _: str = "") -> Iterator[Callable[[]
     def run() -> Completions:
         with torch.inference_mode():
             output = model.generate(
-                ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=mask,
+                max_new_tokens=most,
+                min_new_tokens=most,
+                do_sample=False,
+                pad_token_id=0,
             )
         return [row[width : width + length] for row, length in zip(output.tolist(), lengths, strict=True)]
 
@@ -366,7 +372,9 @@ def failed_claims(result: dict[str, Any]) -> list[str]:
     if result["planner_share"] > 0.1:
         found.append(f"scheduler and planner take {result['planner_share']} of the CPU time, over 0.1")
     if result["rss_above_weights_mb"] > result["kv_pool_mb"] + MOST_MEMORY_MB:
-        found.append(f"{result['rss_above_weights_mb']} MB above the weights, over the KV pool + {MOST_MEMORY_MB}")
+        found.append(
+            f"{result['rss_above_weights_mb']} MB above the weights, over the KV pool + {MOST_MEMORY_MB}"
+        )
     if result["idle_share"] > 0.002:
         found.append(f"an idle engine takes {result['idle_share']} of a core, over 0.002")
     return found

@@ -2,11 +2,12 @@
 
     python -m tests.soak --requests 20000
 
-One thread submits requests of every kind (greedy with a known answer, sampled, groups, stop strings, deadlines, echoed
-prompts, poisoned ones whose logits are NaN, invalid ones) into a cache too small for what is in flight; others cancel,
-pause and update the weights, and now and then the engine is killed and restarted. An update writes the value that is
-already there, so every greedy answer stays what ``generate`` says. At the end no block may be used, no thread left, and
-the resident memory of the second half flat. Prints one JSON object last; exit code 1 if anything of this fails.
+One thread submits requests of every kind (greedy with a known answer, sampled, groups, stop strings,
+deadlines, echoed prompts, poisoned ones whose logits are NaN, invalid ones) into a cache too small for what
+is in flight; others cancel, pause and update the weights, and now and then the engine is killed and
+restarted. An update writes the value that is already there, so every greedy answer stays what ``generate``
+says. At the end no block may be used, no thread left, and the resident memory of the second half flat. Prints
+one JSON object last; exit code 1 if anything of this fails.
 """
 
 from __future__ import annotations
@@ -244,7 +245,9 @@ def run(requests: int, seed: int = 0) -> dict[str, Any]:
 
 def main() -> int:
     """Print the figures; 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

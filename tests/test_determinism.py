@@ -18,7 +18,10 @@ from rlt_train.engine.scheduler import ScheduledStep
 NEW_TOKENS = 12
 PARAMS = sampling(max_new_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, ignore_eos=True)
 PROMPTS = {f"p{i}": prompt(length, i) for i, length in enumerate((1, 2, 7, 8, 13, 20, 31))}
-PROMPTS |= {"p7": prompt(31, 6)[:16] + prompt(5, 50), "p8": prompt(31, 6)[:16] + prompt(6, 51)}  # shared starts
+PROMPTS |= {
+    "p7": prompt(31, 6)[:16] + prompt(5, 50),
+    "p8": prompt(31, 6)[:16] + prompt(6, 51),
+}  # shared starts
 MEMBERS = 3
 
 
@@ -109,7 +112,9 @@ def test_fifty_shuffles_give_the_same_samples_under_row_invariant_logits(model: 
 @torch.inference_mode()
 def distance_to_an_edge(model: Any, tokens: list[int], one: int, other: int, uniform: float) -> float:
     """How far, in probability, the uniform of a draw lies from the nearest edge that separates two tokens."""
-    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double() / PARAMS.temperature
+    logits = (
+        model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double() / PARAMS.temperature
+    )
     probabilities = logits.softmax(-1)
     ordered, order = probabilities.sort(descending=True, stable=True)
     keep = ordered.cumsum(-1) - ordered < PARAMS.top_p
@@ -135,6 +140,9 @@ def test_in_default_mode_every_difference_is_a_draw_at_the_edge_of_two_tokens(mo
             seed = zlib.crc32(name.encode())
             uniform = uniforms(0, [seed], [at]).item()
             history = PROMPTS[name.split("-")[0]] + tokens[:at]
-            assert distance_to_an_edge(model, history, tokens[at], base[name][at], uniform) < 1e-5, (name, how)
+            assert distance_to_an_edge(model, history, tokens[at], base[name][at], uniform) < 1e-5, (
+                name,
+                how,
+            )
     print(f"{differences} of {11 * len(base)} samples parted at an edge")
     assert differences < len(base)

@@ -1,4 +1,5 @@
-"""What a program does with requests: defaults, await, iterate, continue, a full queue, restart, training beside."""
+"""What a program does with requests: defaults, await, iterate, continue, a full queue, restart, training
+beside."""
 
 from __future__ import annotations
 
@@ -215,11 +216,15 @@ def test_the_next_turn_reuses_the_conversations_blocks(model: Any) -> None:
         answer = second.result(WAIT)
         assert answer.prompt_ids == prompt(17) + output.token_ids + [9, 8, 7]
         assert answer.token_ids == generate_greedy(model, answer.prompt_ids, 8)
-        assert manager.stats()["prompt_tokens_reused"] - reused == 24  # 17 + 8 tokens, less the last, by fours
+        assert (
+            manager.stats()["prompt_tokens_reused"] - reused == 24
+        )  # 17 + 8 tokens, less the last, by fours
         assert 0 < manager.stats()["prefix_hit_rate"] < 1
         assert second.request_id == "turn-2" and second.params == first.params
         third = second.continue_with([], SamplingParams(max_new_tokens=2, temperature=0.0))
-        assert third.result(WAIT).token_ids == generate_greedy(model, [*answer.prompt_ids, *answer.token_ids], 2)
+        assert third.result(WAIT).token_ids == generate_greedy(
+            model, [*answer.prompt_ids, *answer.token_ids], 2
+        )
 
 
 # -- back-pressure -----------------------------------------------------------------------------------------

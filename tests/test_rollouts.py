@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlt_train.engine.request import RolloutOutput
 from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.request import RolloutOutput
 from rlt_train.grpo.packing import TrainingRow
 from rlt_train.grpo.prompts import Prompt, PromptStream
 from rlt_train.grpo.rollouts import RolloutGroup, RolloutQueue

@@ -217,9 +217,7 @@ def test_logprobs_are_raw_and_processed_ones_are_of_the_distribution_drawn_from(
 
 
 def test_without_truncation_the_two_logprobs_are_the_same() -> None:
-    drawn = sample(
-        torch.randn(5, 30), [sampling(temperature=1.3)] * 5, draws([0.1, 0.3, 0.5, 0.7, 0.9])
-    )
+    drawn = sample(torch.randn(5, 30), [sampling(temperature=1.3)] * 5, draws([0.1, 0.3, 0.5, 0.7, 0.9]))
     assert drawn.logprobs.tolist() == drawn.processed_logprobs.tolist()
 
 
@@ -232,9 +230,7 @@ def test_greedy_rows_take_the_likeliest_token_beside_sampled_rows() -> None:
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "all -inf", "all nan"])
-@pytest.mark.parametrize(
-    "params", [sampling(), sampling(top_k=3), sampling(temperature=0.0)]
-)
+@pytest.mark.parametrize("params", [sampling(), sampling(top_k=3), sampling(temperature=0.0)])
 def test_a_row_without_usable_logits_is_marked_and_the_others_are_drawn_as_ever(
     bad: str, params: SamplingParams
 ) -> None:

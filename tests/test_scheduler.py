@@ -14,7 +14,6 @@ from tiny import GREEDY, VOCAB, drive, generate_greedy, generated, new_engine, p
 
 from rlt_train.engine.engine import Engine, new_group
 from rlt_train.engine.params import SamplingParams
-from rlt_train.engine.sizes import EngineConfig
 from rlt_train.engine.scheduler import ScheduledStep
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import RequestError

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from rlt_train.engine.engine import Engine
+from rlt_train.engine.params import BUILT_IN, SamplingParams
 from rlt_train.engine.request import PromptGroup, Request
 from rlt_train.engine.request import Sequence as RolloutSequence
-from rlt_train.engine.params import BUILT_IN, SamplingParams
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.weights.view import GenerationView
 
@@ -135,7 +135,9 @@ def request(
     group: PromptGroup | None = None,
     eos: Sequence[int] = (),
 ) -> Request:
-    return Request(name, list(prompt_ids), params.over(BUILT_IN), seed=seed, eos_token_ids=frozenset(eos), group=group)
+    return Request(
+        name, list(prompt_ids), params.over(BUILT_IN), seed=seed, eos_token_ids=frozenset(eos), group=group
+    )
 
 
 def drive(engine: Engine, limit: int = 2000) -> dict[str, RolloutSequence]:

@@ -13,9 +13,9 @@ import torch
 from rlt_train.attention.discovery import discover_layers
 from rlt_train.attention.dispatch import install
 from rlt_train.attention.selection import Selection, select_backend
+from rlt_train.engine.params import SamplingParams
 from rlt_train.engine.request import PromptGroup, Request, Sequence
 from rlt_train.engine.runner import ModelRunner
-from rlt_train.engine.params import SamplingParams
 from rlt_train.engine.sampling import sample, uniforms
 from rlt_train.engine.scheduler import ScheduledStep, Scheduler
 from rlt_train.engine.sizes import EngineConfig
@@ -167,7 +167,8 @@ class Engine:
         longest = getattr(self.view.config.get_text_config(), "max_position_embeddings", None)
         if longest and total > longest:
             raise RequestError(
-                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={params.max_new_tokens} needs {total} "
+                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={params.max_new_tokens} needs "
+                f"{total} "
                 f"positions, but the model has {longest}: shorten the prompt or lower max_new_tokens"
             )
         if total > self.config.max_length:
@@ -232,7 +233,8 @@ class Engine:
         for sequence in late:
             sequence.error = DeadlineError(
                 f"request {sequence.request.request_id!r} passed its deadline of "
-                f"{sequence.request.params.deadline} s with {sequence.generated} tokens generated; other requests "
+                f"{sequence.request.params.deadline} s with {sequence.generated} tokens generated; other "
+                f"requests "
                 f"are unharmed"
             )
             self._end(sequence, "error")
@@ -292,7 +294,8 @@ class Engine:
         result: StepResult,
     ) -> None:
         if not finite:
-            # A backend whose tiles multiply masked values may have spoiled the clean start of this prompt, too.
+            # A backend whose tiles multiply masked values may have spoiled the clean start of this prompt,
+            # too.
             self.blocks.invalidate_prefixes()
         if not (finite and possible):
             what = (

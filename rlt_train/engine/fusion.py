@@ -1,9 +1,9 @@
 """Cheaper forwards for two kinds of module in the private view: RMS norms and gated MLPs.
 
 Half of a small model's generation on a CPU is not spent in linear layers but in elementwise operations that
-transformers writes one by one. The view is the engine's own module tree, so its modules may run other code over
-the same parameters. Nothing is recognised by name alone: a module is replaced only if, on random input, the
-replacement gives what the module gives, to rounding. Training never sees it.
+transformers writes one by one. The view is the engine's own module tree, so its modules may run other code
+over the same parameters. Nothing is recognised by name alone: a module is replaced only if, on random input,
+the replacement gives what the module gives, to rounding. Training never sees it.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from rlt_train.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. ``None`` takes the manager's default: what ``RolloutManager(defaults=...)`` says,
-    else the model's ``generation_config``, else the value in brackets. ``RolloutHandle.params`` reads back what is
-    in force.
+    """How one request samples. ``None`` takes the manager's default: what ``RolloutManager(defaults=...)``
+    says, else the model's ``generation_config``, else the value in brackets. ``RolloutHandle.params`` reads
+    back what is in force.
 
     Attributes:
         max_new_tokens: tokens to generate at most, >= 1 [64].
@@ -23,7 +23,8 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 is off [0].
         top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 is off [1].
         min_p: keep tokens at least this share as likely as the likeliest; 0 is off [0].
-        repetition_penalty: divides positive and multiplies negative logits of every token that occurs in prompt
+        repetition_penalty: divides positive and multiplies negative logits of every token that occurs in
+        prompt
             or completion (Keskar et al. 2019); 1 is off [1].
         presence_penalty: subtracted from the logit of every token that occurs in the completion [0].
         frequency_penalty: subtracted from a token's logit once for each time it occurs in the completion [0].
@@ -122,7 +123,8 @@ BUILT_IN = SamplingParams(
 
 
 def generation_defaults(generation_config: Any) -> SamplingParams:
-    """What a model's ``generation_config`` sets. ``do_sample=False`` beside sampling values is greedy only if it was
+    """What a model's ``generation_config`` sets. ``do_sample=False`` beside sampling values is greedy only if
+    it was
     written down: transformers' own default is ``False`` for a config that says nothing."""
     if generation_config is None:
         return SamplingParams()

@@ -14,8 +14,8 @@ import math
 import torch
 
 from rlt_train.engine.engine import Engine
-from rlt_train.engine.request import Request, Sequence
 from rlt_train.engine.params import BUILT_IN, SamplingParams
+from rlt_train.engine.request import Request, Sequence
 from rlt_train.engine.shrink import shrunken_model
 from rlt_train.engine.sizes import EngineConfig
 from rlt_train.errors import UnsupportedModelError

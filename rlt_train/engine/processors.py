@@ -16,7 +16,8 @@ from rlt_train.engine.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A sequence before a draw: its tokens, how many of them are the prompt, and which tokens would end it."""
+    """A sequence before a draw: its tokens, how many of them are the prompt, and which tokens would end
+    it."""
 
     tokens: Sequence[int]
     prompt: int
@@ -65,7 +66,9 @@ def processed_row(logits: torch.Tensor, params: SamplingParams, history: History
         logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
     if params.presence_penalty or params.frequency_penalty:
         completion = torch.tensor(history.tokens[history.prompt :], dtype=torch.long, device=device)
-        counts = torch.zeros_like(logits).index_add_(0, completion, torch.ones(len(completion), device=device))
+        counts = torch.zeros_like(logits).index_add_(
+            0, completion, torch.ones(len(completion), device=device)
+        )
         logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)

@@ -73,7 +73,8 @@ class Sequence:
     Attributes:
         tokens: prompt and generated tokens.
         logprobs, processed_logprobs, policy_versions, top_logprobs: one entry a generated token.
-        prompt_logprobs: one entry a prompt token, ``None`` for the first; empty unless the request asks for them.
+        prompt_logprobs: one entry a prompt token, ``None`` for the first; empty unless the request asks for
+        them.
         tables: the block table of each attention group.
         computed: tokens whose keys and values are in the cache.
         cache_version: policy version of *all* cached keys, or ``None`` once they mix versions.
@@ -143,7 +144,8 @@ class RolloutOutput:
         metadata: as submitted.
         error: why, when ``finish_reason`` is "error".
         stop_reason: the token or the string that ended it, for "stop".
-        top_logprobs: the likeliest tokens at each position with their log-probs, if ``top_logprobs`` was asked for.
+        top_logprobs: the likeliest tokens at each position with their log-probs, if ``top_logprobs`` was
+        asked for.
         prompt_logprobs: log-prob of each prompt token (``None`` for the first), if asked for.
     """
 

@@ -22,11 +22,11 @@ class SampledTokens:
     """One draw a row: ``tokens`` int64 ``[rows]``; log-probabilities float32 ``[rows]``.
 
     ``logprobs`` is log-softmax(logits / temperature) over the full vocabulary (the behaviour log-probs of
-    training); ``processed_logprobs`` is the same after penalties, bans, top-k, top-p and min-p, that is, of the
-    distribution really drawn from. Greedy rows use temperature 1 for the first and are certain (0.0) under the
-    second. ``finite`` is False where a row had no usable logits, ``possible`` where every token was banned; the
-    token is meaningless in both cases. ``top`` has, for a row that asks for ``top_logprobs``, the likeliest tokens
-    and their ``logprobs``.
+    training); ``processed_logprobs`` is the same after penalties, bans, top-k, top-p and min-p, that is, of
+    the distribution really drawn from. Greedy rows use temperature 1 for the first and are certain (0.0)
+    under the second. ``finite`` is False where a row had no usable logits, ``possible`` where every token was
+    banned; the token is meaningless in both cases. ``top`` has, for a row that asks for ``top_logprobs``, the
+    likeliest tokens and their ``logprobs``.
     """
 
     tokens: torch.Tensor

@@ -3,11 +3,11 @@ budget.
 
 Groups that see everything take the blocks of a whole prompt (and of what a preempted sequence had generated)
 at admission, windowed groups those of each chunk as it comes, giving back what falls out of the window. When
-a sequence finds no free block, the one that is last in order gives up its blocks and starts again from its tokens
-(preemption by recompute, after vLLM): nothing that was generated is lost.
+a sequence finds no free block, the one that is last in order gives up its blocks and starts again from its
+tokens (preemption by recompute, after vLLM): nothing that was generated is lost.
 
-The order is that of arrival, a step of priority counting as ``PRIORITY_STRIDE`` arrivals: an urgent request overtakes
-those before it, but no more than that many of each priority below, so that nobody starves.
+The order is that of arrival, a step of priority counting as ``PRIORITY_STRIDE`` arrivals: an urgent request
+overtakes those before it, but no more than that many of each priority below, so that nobody starves.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from rlt_train.engine.request import PromptGroup, PromptState, Sequence
 from rlt_train.kv.tables import TableAllocator
 
-
 PRIORITY_STRIDE = 64
 
 
 @dataclass(slots=True)
 class ScheduledSpan:
     """Tokens ``start .. start + length`` of a sequence; ``samples`` if its next token is drawn after this
-    forward, ``echoes`` its first so many rows, whose next token is one of a prompt that wants its log-probs."""
+    forward, ``echoes`` its first so many rows, whose next token is one of a prompt that wants its
+    log-probs."""
 
     sequence: Sequence
     start: int

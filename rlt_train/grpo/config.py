@@ -197,7 +197,8 @@ class GRPOConfig(TrainingArguments):
             "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty,
         }
-        # Over BUILT_IN: a model's generation config must not change what is trained on behind the config's back.
+        # Over BUILT_IN: a model's generation config must not change what is trained on behind the config's
+        # back.
         return replace(BUILT_IN, **(values | changes))
 
 

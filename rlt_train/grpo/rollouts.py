@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlt_train.engine.request import RolloutOutput
 from rlt_train.engine.params import SamplingParams
+from rlt_train.engine.request import RolloutOutput
 from rlt_train.grpo.packing import TrainingRow
 from rlt_train.grpo.prompts import Prompt
 from rlt_train.handle import RolloutHandle

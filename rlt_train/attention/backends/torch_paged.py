@@ -199,8 +199,8 @@ def attend_bucket(
 def softmax(
     scores: torch.Tensor, bias: torch.Tensor, softcap: float | None, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """Softmax of float32 ``scores [kv_heads, n, folded, q, keys]`` (overwritten) after soft-cap and bias, a sink
-    taking its share."""
+    """Softmax of float32 ``scores [kv_heads, n, folded, q, keys]`` (overwritten) after soft-cap and bias, a
+    sink taking its share."""
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores = scores.add_(bias)
@@ -219,9 +219,10 @@ def _repair(
     softcap: float | None,
     sink: torch.Tensor | None,
 ) -> None:
-    """Compute the rows of ``output [kv_heads, n, folded, q, head_dim]`` that are not finite again, from the keys
-    they see alone: a masked NaN is a NaN in the product, and a prompt's clean start must not suffer from it, since
-    other requests reuse it."""
+    """Compute the rows of ``output [kv_heads, n, folded, q, head_dim]`` that are not finite again, from the
+    keys
+    they see alone: a masked NaN is a NaN in the product, and a prompt's clean start must not suffer from it,
+    since other requests reuse it."""
     kv_heads, n, folded, q, head_dim = output.shape
     spoiled = ~torch.isfinite(output).all(-1).all(2).all(0)  # [n, q]
     for sequence, row in spoiled.nonzero().tolist():

@@ -79,12 +79,14 @@ def sample(
     raw = torch.log_softmax(logits / temperature, dim=-1)
     # NaN, +inf, a row of -inf only and a temperature that overflows float32 all make NaN of the whole row.
     finite = torch.isfinite(raw.max(dim=-1).values)
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+    is_greedy = [p.temperature == 0 for p in params]
+    greedy = torch.tensor(is_greedy, device=device)
     changed = process_logits(logits, params, histories)
     penalised = raw if changed is logits else torch.log_softmax(changed / temperature, dim=-1)
-    processed = truncate(penalised, params)
-    drawn = inverse_cdf(processed, uniform.to(device))
-    tokens = torch.where(greedy, penalised.argmax(dim=-1), drawn)
+    processed = penalised if all(is_greedy) else truncate(penalised, params)
+    tokens = penalised.argmax(dim=-1)
+    if not all(is_greedy):
+        tokens = torch.where(greedy, tokens, inverse_cdf(processed, uniform.to(device)))
     chosen = processed.gather(1, tokens.unsqueeze(1)).squeeze(1)
     if processed is not raw:
         chosen = chosen - torch.logsumexp(processed, dim=-1)
@@ -138,7 +140,7 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     ``logprobs [rows, vocab]`` need not be normalised; the running sum is float64 so that no token is lost to
     rounding.
     """
-    cumulative = logprobs.double().exp_().cumsum(dim=-1)
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     target = (uniform * cumulative[:, -1]).unsqueeze(1)
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     # uniform * total may round up to total itself; the last token with any probability is then meant.

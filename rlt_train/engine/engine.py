@@ -13,6 +13,7 @@ import torch
 from rlt_train.attention.discovery import discover_layers
 from rlt_train.attention.dispatch import install
 from rlt_train.attention.selection import Selection, select_backend
+from rlt_train.engine.fusion import fuse_modules
 from rlt_train.engine.params import SamplingParams
 from rlt_train.engine.request import PromptGroup, Request, Sequence
 from rlt_train.engine.runner import ModelRunner
@@ -67,6 +68,8 @@ class Engine:
         self.config = config
         install(view.config.get_text_config())
         install(view.config)
+        if config.fuse_modules and view.autocast_dtype is None:
+            fuse_modules(view.model)
         specs = discover_layers(view)
         self.groups = group_layers(list(specs.values()))
         self.selections: list[Selection] = [

@@ -9,7 +9,6 @@ the replacement gives what the module gives, to rounding. Training never sees it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -74,8 +73,3 @@ def _agrees(module: nn.Module, forward: Forward, width: int) -> bool:
         return False
     actual = forward(hidden_states)
     return bool(torch.allclose(actual, expected, atol=_TOLERANCE * float(expected.abs().max()), rtol=0))
-
-
-def fused_modules(model: nn.Module) -> list[Any]:
-    """The modules of ``model`` that run a cheaper forward."""
-    return [module for module in model.modules() if "forward" in module.__dict__]

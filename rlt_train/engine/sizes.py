@@ -18,6 +18,8 @@ class EngineConfig:
         max_tokens_per_step: tokens a forward computes at most (chunked prefill beside decode); ``None`` picks
             the larger of 256 and ``rollouts_in_flight``, which bounds how long a pause waits.
         seed: the run's part of every request's random stream.
+        fuse_modules: let the view's norms and MLPs run cheaper code where it gives the same to rounding (CPU,
+            float32).
     """
 
     rollouts_in_flight: int = 64
@@ -26,6 +28,7 @@ class EngineConfig:
     block_size: int = 16
     max_tokens_per_step: int | None = None
     seed: int = 0
+    fuse_modules: bool = True
 
     def __post_init__(self) -> None:
         for name in ("rollouts_in_flight", "max_length", "block_size"):

@@ -272,9 +272,11 @@ class Engine:
             return
         if step.forked:
             logits = torch.cat([logits, torch.stack([row for _, row in step.forked])])
-        uniform = uniforms(
-            self.config.seed, [s.request.seed for s in sequences], [s.generated for s in sequences]
-        )
+        uniform = None
+        if any(s.request.params.temperature for s in sequences):
+            uniform = uniforms(
+                self.config.seed, [s.request.seed for s in sequences], [s.generated for s in sequences]
+            )
         drawn = sample(
             logits, [s.request.params for s in sequences], uniform, [s.history() for s in sequences]
         )

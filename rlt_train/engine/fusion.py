@@ -37,7 +37,18 @@ def _rms_norm(module: nn.Module) -> tuple[Forward, int] | None:
     if weight.ndim != 1 or list(module.children()):
         return None
     width = weight.shape[0]
+    fast = _norm_kernel()
+    if fast is not None:
+        return lambda hidden_states: fast(hidden_states, weight, epsilon), width
     return lambda hidden_states: F.rms_norm(hidden_states, (width,), weight, epsilon), width
+
+
+def _norm_kernel() -> Callable[..., torch.Tensor] | None:
+    try:
+        from rlt_train.engine.norm_kernel import rms_norm
+    except ImportError:  # numba is an extra
+        return None
+    return rms_norm
 
 
 def _gated_mlp(module: nn.Module) -> tuple[Forward, int] | None:

@@ -61,7 +61,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def sample(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
-    uniform: torch.Tensor,
+    uniform: torch.Tensor | None,
     histories: Sequence[History] | None = None,
 ) -> SampledTokens:
     """Draw one token a row.
@@ -69,7 +69,7 @@ def sample(
     Args:
         logits: ``[rows, vocab]``; computed with in float32.
         params: one a row, resolved.
-        uniform: float64 ``[rows]`` in [0, 1).
+        uniform: float64 ``[rows]`` in [0, 1); may be ``None`` if every row is greedy.
         histories: what each row's sequence holds so far; default: nothing.
     """
     logits = logits.float()
@@ -86,6 +86,7 @@ def sample(
     processed = penalised if all(is_greedy) else truncate(penalised, params)
     tokens = penalised.argmax(dim=-1)
     if not all(is_greedy):
+        assert uniform is not None
         tokens = torch.where(greedy, tokens, inverse_cdf(processed, uniform.to(device)))
     chosen = processed.gather(1, tokens.unsqueeze(1)).squeeze(1)
     if processed is not raw:

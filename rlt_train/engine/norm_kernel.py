@@ -26,8 +26,8 @@ def _normalise(rows, weight, epsilon, output):  # noqa: ANN001, ANN202
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``weight * x / sqrt(mean(x**2) + epsilon)`` over the last dimension, float32 on the CPU (Zhang and Sennrich
-    2019)."""
+    """``weight * x / sqrt(mean(x**2) + epsilon)`` over the last dimension, float32 on the CPU (Zhang and
+    Sennrich 2019)."""
     rows = hidden_states.contiguous().view(-1, weight.shape[0])
     output = torch.empty_like(rows)
     _normalise(rows.numpy(), weight.detach().numpy(), epsilon, output.numpy())

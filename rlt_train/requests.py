@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlt_train.engine.engine import Engine, new_group
@@ -26,7 +27,12 @@ class RequestFactory:
     def __init__(self, view: GenerationView, defaults: SamplingParams | None) -> None:
         model = generation_defaults(getattr(view.model, "generation_config", None))
         eos = SamplingParams(eos_token_ids=view.eos_token_ids)
-        self.defaults = (defaults or SamplingParams()).over(model).over(eos).over(BUILT_IN)
+        resolved = (defaults or SamplingParams()).over(model).over(eos).over(BUILT_IN)
+        # A model may name an EOS that its vocabulary does not have: it cannot be drawn, and is no error.
+        vocab = view.config.get_text_config().vocab_size
+        self.defaults = replace(
+            resolved, eos_token_ids=tuple(token for token in resolved.eos_token_ids or () if token < vocab)
+        )
         self._lock = threading.Lock()
         self._numbered = 0
 

@@ -310,7 +310,7 @@ def shares(model: Any, items: list[Item], backend: str) -> dict[str, float]:
 
         return call
 
-    for module in engine.view.model.modules():
+    for module in engine.served.model.modules():
         if isinstance(module, torch.nn.Linear):
             module.forward = timed("linear", module.forward)
     for owner, name in (

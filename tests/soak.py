@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+import rlt_train.engine.engine
 from rlt_train import DeadlineError, EngineDeadError, RequestError, RolloutManager, SamplingParams
 from rlt_train.handle import RolloutHandle
 from tests.tiny import VOCAB, generate_greedy, prompt, smaller
@@ -151,20 +152,19 @@ class Soak:
                 self.failures.append(f"{expected.handle.request_id}: {output.token_ids}, not {wanted}")
 
     def kill_and_restart(self) -> None:
-        """A fault in the forward ends the engine; everybody learns of it, and it starts anew."""
+        """A fault in the sampler ends the engine; everybody learns of it, and it starts anew."""
         self.preemptions += int(self.manager.stats()["preemptions"])
-        norm = self.manager.view.model.model.norm
 
         def fail(*_: Any, **__: Any) -> Any:
             raise MemoryError("injected")
 
-        norm.forward = fail
+        sample, rlt_train.engine.engine.sample = rlt_train.engine.engine.sample, fail
         try:
             with contextlib.suppress(EngineDeadError):  # dead already, of what was in flight
                 self.outstanding.append(Expected(self.manager.submit([1], GREEDY), "sampled"))
             self.drain()
         finally:
-            del norm.forward
+            rlt_train.engine.engine.sample = sample
         self.manager.restart()
         self.outcomes["restarts"] += 1
 

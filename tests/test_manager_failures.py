@@ -39,7 +39,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 def in_forward(manager: RolloutManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(manager.view.model.model.norm), "forward", fail)
+    monkeypatch.setattr(type(manager.view.model.model.layers[0]), "forward", fail)
 
 
 def in_sampler(_: RolloutManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,11 @@ class Engine:
         self.config = config
         install(view.config.get_text_config())
         install(view.config)
+        # A tree of its own: an ordinary forward of the view stays, to the bit, what the training model gives.
+        self.served = view.clone()
         if config.fuse_modules and view.autocast_dtype is None:
-            fuse_modules(view.model)
-        specs = discover_layers(view)
+            fuse_modules(self.served.model)
+        specs = discover_layers(self.served)
         self.groups = group_layers(list(specs.values()))
         self.selections: list[Selection] = [
             select_backend(attention_backend, view.device, group.spec.dtype, [group.spec], config.block_size)
@@ -85,7 +87,7 @@ class Engine:
             for selection, group in zip(self.selections, self.groups, strict=True)
         ]
         self.vocab_size: int = view.config.get_text_config().vocab_size
-        self._runner = ModelRunner(view, self.cache, self.backends)
+        self._runner = ModelRunner(self.served, self.cache, self.backends)
         self.forward_tokens = 0
         self.tokens_generated = 0
         self._sequences: dict[str, Sequence] = {}

@@ -48,6 +48,14 @@ class GenerationView:
         self._named = list(self.training_model.named_parameters())
         self._names = {module: name for name, module in self.training_model.named_modules()}
 
+    def clone(self) -> GenerationView:
+        """Another module tree over the same weights, in the state this view is in now."""
+        twin = copy.copy(self)
+        twin.module = clone_structure(self.module)
+        twin.model = causal_lm_of(twin.module)
+        twin._pairs = list(zip(self.training_model.modules(), twin.module.modules(), strict=True))
+        return twin
+
     @property
     def config(self) -> Any:
         """The view's own config (its text config for a nested one is ``config.get_text_config()``)."""

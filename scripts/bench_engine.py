@@ -97,6 +97,7 @@ def workload(name: str, seed: int) -> list[Item]:
 def load_model(arguments: EngineArguments) -> Any:
     """The model in eval mode; no token of it ends a sequence."""
     if arguments.model == "smollm2":
+        sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, only scripts/ is on the path
         from recipes.models import load_model_and_tokenizer
 
         model = load_model_and_tokenizer("smollm2")[0]

@@ -181,7 +181,7 @@ def resident_mb() -> float:
 
 
 def new_soak(seed: int) -> Soak:
-    """A two-layer model with one poisoned token, and a cache that holds an eighth of what the slots may need."""
+    """A two-layer model with one poisoned token, and a cache far too small for its slots."""
     model = smaller()
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = math.nan

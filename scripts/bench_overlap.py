@@ -4,7 +4,8 @@
     python scripts/bench_overlap.py --hidden 512 --layers 8
 
 Two fixed workloads on one set of weights, one intra-op thread each: training takes M optimizer steps,
-generation decodes N rollouts of a fixed length. M is chosen so that both take equally long alone;
+generation decodes N rollouts of a fixed length, in waves, as slots fall free. M is chosen so that both take
+equally long alone;
 ``overlap_efficiency`` is the longer of the two divided by the time of both together, 1 being ideal and 0.5
 taking turns. Two threads that only multiply matrices give the ceiling of the machine at the same moment. The
 rounds of all arms are interleaved and medians are taken, because other processes come and go. A pause is
@@ -52,7 +53,8 @@ class OverlapArguments:
 
     hidden: int = field(default=256, metadata={"help": "width of the model"})
     layers: int = field(default=4, metadata={"help": "number of layers"})
-    rollouts: int = field(default=32, metadata={"help": "rollouts of a round, all decoding at once"})
+    rollouts: int = field(default=32, metadata={"help": "rollouts that decode at once"})
+    waves: int = field(default=2, metadata={"help": "how many times that many rollouts a round generates"})
     new_tokens: int = field(default=160, metadata={"help": "tokens that each rollout generates"})
     batch_size: int = field(default=8, metadata={"help": "sequences in a training batch"})
     length: int = field(default=64, metadata={"help": "tokens of a training sequence"})
@@ -109,7 +111,8 @@ class Workloads:
 
     def begin_generation(self) -> Callable[[], None]:
         """Submit the rollouts of a round; returns a wait for all of them."""
-        handles = [self.submit(self.arguments.new_tokens) for _ in range(self.arguments.rollouts)]
+        rollouts = self.arguments.waves * self.arguments.rollouts
+        handles = [self.submit(self.arguments.new_tokens) for _ in range(rollouts)]
 
         def wait() -> None:
             for handle in handles:
@@ -173,12 +176,12 @@ def workloads(arguments: OverlapArguments) -> Iterator[Workloads]:
         remove_fence()
 
 
-def size_training(work: Workloads, attempts: int = 3) -> None:
+def size_training(work: Workloads, attempts: int = 5) -> None:
     """Set ``work.steps`` so that training alone takes as long as generation alone."""
     work.both()  # warm up both
     for _ in range(attempts):
-        generation = median(seconds(work.generate) for _ in range(2))
-        training = median(seconds(work.train) for _ in range(2 if work.steps > 1 else 5))
+        generation = median(seconds(work.generate) for _ in range(3))
+        training = median(seconds(work.train) for _ in range(3 if work.steps > 1 else 5))
         ratio = training / generation
         if abs(ratio - 1) < ALONE_TOLERANCE / 3:
             return
@@ -276,7 +279,7 @@ def figures(
         "forward_ms": round(1000 * forward, 2),
         "pauses": len(waits),
         "training_steps": steps,
-        "tokens_a_round": arguments.rollouts * arguments.new_tokens,
+        "tokens_a_round": arguments.waves * arguments.rollouts * arguments.new_tokens,
         "rounds": arguments.rounds,
         "hidden": arguments.hidden,
         "layers": arguments.layers,

@@ -125,10 +125,25 @@ class Soak:
             with self.manager.pause(60):
                 pass
         elif chance < 0.14:
-            with self.manager.weight_update(self.rng.choice(IN_FLIGHT), timeout=60), torch.no_grad():  # type: ignore[arg-type]
-                self.manager.view.training_model.lm_head.weight.mul_(1.0)
+            self.update(self.rng.choice(IN_FLIGHT))
         elif chance < 0.30 and self.outstanding:
             self.check(self.outstanding.pop(self.rng.randrange(len(self.outstanding))))
+
+    def update(self, in_flight: str) -> None:
+        """A weight update that leaves every answer as it is."""
+        with self.manager.weight_update(in_flight, timeout=60), torch.no_grad():  # type: ignore[arg-type]
+            self.manager.view.training_model.lm_head.weight.mul_(1.0)
+
+    def abort_one(self, attempts: int = 50) -> None:
+        """Abort a request that is decoding; again if it ended before the update came."""
+        for _ in range(attempts):
+            handle = self.manager.submit([1], SamplingParams(max_new_tokens=40, ignore_eos=True))
+            next(iter(handle.stream(60)))
+            self.update("abort")
+            self.check(Expected(handle, "sampled", 1))
+            if handle.output.finish_reason == "aborted":
+                return
+        self.failures.append(f"nothing was aborted in {attempts} updates")
 
     def check(self, expected: Expected) -> None:
         """Wait for a request and compare what became of it with what may."""
@@ -220,6 +235,7 @@ def run(requests: int, seed: int = 0) -> dict[str, Any]:
         submitted += soak.submit_one()
         soak.disturb()
         if submitted >= next_kill:
+            soak.abort_one()
             soak.kill_and_restart()
             next_kill += quarter
             if not half_rss and submitted >= requests // 2:

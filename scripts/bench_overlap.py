@@ -5,14 +5,13 @@
 
 Two fixed workloads on one set of weights, one intra-op thread each: training takes M optimizer steps,
 generation decodes N rollouts of a fixed length, in waves, as slots fall free. M is chosen so that both take
-equally long alone;
-``overlap_efficiency`` is the longer of the two divided by the time of both together, 1 being ideal and 0.5
-taking turns. Two threads that only multiply matrices give the ceiling of the machine at the same moment. The
-rounds of all arms are interleaved and medians are taken, because other processes come and go. A pause is
-asked for at random moments while the engine decodes; its wait is given in median engine forwards. Fails (exit
-code 1) if the efficiency is below 0.85, the workloads differ by more than 10 % alone, or the p99 of the wait
-is over 1.5 forwards. What is left out: rewards, and everything else that a training loop does between its
-steps.
+equally long alone; ``overlap_efficiency`` is the longer of the two divided by the time of both together, 1
+being ideal and 0.5 taking turns. Two threads that only multiply matrices give the ceiling of the machine at
+the same moment. The rounds of all arms are interleaved and medians are taken, because other processes come
+and go. A pause is asked for at random moments while the engine decodes; its wait is given in median engine
+forwards. Fails (exit code 1) if the efficiency is below 0.85, the workloads differ by more than 10 % alone,
+or the p99 of the wait is over 1.5 forwards. What is left out: rewards, and everything else that a training
+loop does between its steps.
 """
 
 from __future__ import annotations
@@ -61,6 +60,11 @@ class OverlapArguments:
     rounds: int = field(default=5, metadata={"help": "interleaved rounds of all arms"})
     pauses: int = field(default=300, metadata={"help": "pauses whose wait is measured"})
     seed: int = field(default=0, metadata={"help": "seed of weights, batches, prompts and pause times"})
+
+    @property
+    def rollouts_a_round(self) -> int:
+        """All waves together."""
+        return self.waves * self.rollouts
 
 
 class ForwardTimes(OverlapMeter):
@@ -111,8 +115,8 @@ class Workloads:
 
     def begin_generation(self) -> Callable[[], None]:
         """Submit the rollouts of a round; returns a wait for all of them."""
-        rollouts = self.arguments.waves * self.arguments.rollouts
-        handles = [self.submit(self.arguments.new_tokens) for _ in range(rollouts)]
+        arguments = self.arguments
+        handles = [self.submit(arguments.new_tokens) for _ in range(arguments.rollouts_a_round)]
 
         def wait() -> None:
             for handle in handles:
@@ -279,7 +283,7 @@ def figures(
         "forward_ms": round(1000 * forward, 2),
         "pauses": len(waits),
         "training_steps": steps,
-        "tokens_a_round": arguments.waves * arguments.rollouts * arguments.new_tokens,
+        "tokens_a_round": arguments.rollouts_a_round * arguments.new_tokens,
         "rounds": arguments.rounds,
         "hidden": arguments.hidden,
         "layers": arguments.layers,
